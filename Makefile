@@ -1,0 +1,40 @@
+# One word for each thing a developer does; .ci/run and the README call the same words.
+PYTHON ?= python3.11
+VENV ?= .venv
+PORT ?= 30000
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: dev serve check test test-g1 test-g2 test-g3 bench clean
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+dev: $(STAMP)
+
+serve: $(STAMP)
+	$(BIN)/banyan serve --port $(PORT)
+
+# G0: style, types, floors, pure units and properties
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	d=$$(mktemp -d) && ln -s "$$PWD" $$d/banyan && MYPYPATH=$$d $(BIN)/mypy -p banyan; s=$$?; rm -r $$d; exit $$s
+	$(BIN)/lint-imports
+	$(BIN)/pytest -q tests --ignore tests/e2e -m 'not model and not gpu'
+
+# G1: the real processes over the token oracle
+test-g1: $(STAMP)
+	$(BIN)/pytest -q tests/e2e -m 'not model and not gpu'
+
+# G2 and G3: the real models
+test-g2: $(STAMP)
+	$(BIN)/pytest -q tests -m 'model and not gpu'
+
+test: check test-g1 test-g2
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/bench_step.py
+	$(BIN)/python benchmarks/bench_serving.py

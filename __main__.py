@@ -1,0 +1,5 @@
+"""python -m banyan ..."""
+
+from .srt.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Attention backends behind one seam (plan once a step, forward per layer)."""

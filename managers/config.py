@@ -1,0 +1,68 @@
+"""Frozen configs, one per process. A child reads its own as JSON; nothing else configures it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ..model_executor.step import ModelInfo, RunnerConfig
+from .ipc import IpcNames
+
+__all__ = ["DetokenizerConfig", "ModelInfo", "RunnerConfig", "SchedulerConfig", "SchedulerInfo", "TokenizerManagerConfig"]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One scheduler process. None means: derive it (scheduler_process logs what and why)."""
+
+    ipc: IpcNames
+    runner: RunnerConfig
+    tokenizer_path: str  # for stop strings
+    max_running_requests: int | None = None
+    chunked_prefill_size: int | None = None  # None: derive, -1: never split a prompt
+    max_prefill_tokens: int = 16384
+    schedule_policy: str = "fcfs"
+    schedule_conservativeness: float = 1.0
+    disable_radix_cache: bool = False
+    radix_eviction_policy: str = "lru"
+    disable_overlap_schedule: bool | None = None  # None: decided by device
+    weight_version: str = "default"
+    decode_log_interval: int = 40
+    strict: bool = False  # a breach of the slot invariant is fatal
+    log_level: str = "info"
+
+
+class SchedulerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a scheduler reports when it is ready."""
+
+    model: ModelInfo
+    max_total_num_tokens: int
+    max_req_input_len: int  # longest prompt that is served
+    max_req_len: int  # longest prompt + output
+    max_running_requests: int
+    page_size: int
+    chunked_prefill_size: int | None
+    overlap: bool
+    explain: dict[str, str] = {}
+
+
+class DetokenizerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The detokenizer process."""
+
+    ipc: IpcNames
+    tokenizer_path: str
+    log_level: str = "info"
+
+
+class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokenizer manager, in the process of the HTTP server or of the Engine's user."""
+
+    ipc: IpcNames
+    model_path: str  # as the user gave it
+    served_model_name: str
+    tokenizer_path: str
+    chat_template: str | None = None  # path of a jinja file, None: the tokenizer's own
+    weight_version: str = "default"
+    incremental_streaming_output: bool = False
+    allow_auto_truncate: bool = False
+    preferred_sampling_params: str = "{}"
+    log_requests: bool = False
+    random_seed: int | None = None  # seeds requests that bring no seed of their own

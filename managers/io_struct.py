@@ -1,0 +1,149 @@
+"""Every message between the processes, defined once.
+
+Token ids travel as the bytes of little-endian int32 arrays; outputs of a step travel by column. ``managers.ipc`` encodes and decodes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from .sampling_params import SamplingParams
+
+
+def pack_ids(ids: np.ndarray | list[int]) -> bytes:
+    """Token ids as the bytes of an int32 array."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> np.ndarray:
+    """The read-only int32 array that pack_ids made."""
+    return np.frombuffer(data, dtype="<i4")
+
+
+class Message(msgspec.Struct, tag=True, array_like=True, kw_only=True):
+    """Base of all messages."""
+
+
+class FinishReason(msgspec.Struct, array_like=True, kw_only=True):
+    """Why a request ended.
+
+    kind: "stop" (matched is the stop token id or the stop string), "length", or "abort" (message, status_code and err_type say more).
+    """
+
+    kind: str
+    matched: int | str | None = None
+    length: int | None = None
+    message: str | None = None
+    status_code: int | None = None
+    err_type: str | None = None
+
+
+# --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------------------
+
+
+class GenerateReq(Message):
+    """One prompt, validated and tokenised. Every rid gets exactly one finishing row in a TokenOutput."""
+
+    rid: str
+    input_ids: bytes
+    sampling_params: SamplingParams
+    stream: bool = False
+    extra_key: str = ""
+    cache_salt: str = ""
+    priority: int | None = None
+
+
+class AbortReq(Message):
+    """Abort the request with exactly this rid, wherever it is; all of them with abort_all."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class FlushCacheReq(Message):
+    """Empty the prefix cache if nothing runs or waits."""
+
+    call_id: int
+
+
+class InternalStateReq(Message):
+    """Ask for the scheduler's state (loads, memory, derived arguments)."""
+
+    call_id: int
+
+
+class ShutdownReq(Message):
+    """Leave the loop and exit with status 0."""
+
+
+# --- scheduler -> tokenizer manager -----------------------------------------------------------------------------------------------
+
+
+class ControlReply(Message):
+    """Answer to the control message that carried call_id."""
+
+    call_id: int
+    success: bool = True
+    message: str = ""
+    state: dict[str, Any] = {}
+
+
+class Heartbeat(Message):
+    """Sent by each scheduler once a second.
+
+    loop_age: seconds since its loop last turned; forward_age: seconds that the forward pass under way has taken, 0 if none is.
+    """
+
+    loop_age: float
+    forward_age: float
+    num_running: int
+    num_waiting: int
+
+
+# --- scheduler -> detokenizer -> tokenizer manager --------------------------------------------------------------------------------
+
+
+class DecodeOptions(msgspec.Struct, array_like=True, kw_only=True):
+    """How the text of one request is made from its ids; travels with its first row of output."""
+
+    stop: list[str] = []
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+
+
+class OutputColumns(Message):
+    """Columns that a row of output has on both legs of its way; all lists have one entry per row.
+
+    token_ids holds the new ids of all rows one after the other, num_ids says how many each row has (maybe 0).
+    completion_tokens counts all output tokens so far. A row whose finish_reason is set is the last of its rid.
+    """
+
+    rids: list[str]
+    token_ids: bytes
+    num_ids: list[int]
+    finish_reasons: list[FinishReason | None]
+    prompt_tokens: list[int]
+    completion_tokens: list[int]
+    cached_tokens: list[int]
+    num_retractions: list[int]
+
+
+class TokenOutput(OutputColumns):
+    """Scheduler to detokenizer. ``options`` has (row, options) for each rid that appears for the first time."""
+
+    options: list[tuple[int, DecodeOptions]] = []
+
+
+class TextOutput(OutputColumns):
+    """Detokenizer to tokenizer manager: the same rows with the text that may be shown now (a delta, maybe empty)."""
+
+    texts: list[str] = []
+
+
+ToScheduler = GenerateReq | AbortReq | FlushCacheReq | InternalStateReq | ShutdownReq
+ToDetokenizer = TokenOutput | ShutdownReq
+ToTokenizer = TextOutput | ControlReply | Heartbeat

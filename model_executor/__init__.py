@@ -1,0 +1,1 @@
+"""Loads a model and runs its forward passes, one step at a time."""

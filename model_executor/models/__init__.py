@@ -1,0 +1,1 @@
+"""Model families, one small file each."""

@@ -1,0 +1,131 @@
+"""What a forward step is told and what it returns, as host arrays; and the seam that every runner implements.
+
+The scheduler fills a StepInput (numpy), a Runner turns it into tensors on its device, runs the model, samples and hands back
+a StepOutput. Nothing here imports torch, so that scheduling is tested without it.
+
+Legend: B requests of the step, T tokens computed in the step, S requests that sample a token in the step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+
+class ForwardMode(enum.IntEnum):
+    """Kind of a forward step."""
+
+    EXTEND = 1  # prompts (or chunks of them)
+    DECODE = 2  # one token per request
+    MIXED = 3  # both in one batch
+
+
+@dataclass(slots=True)
+class SamplingInput:
+    """Sampling parameters of the S rows that sample, as arrays of length S."""
+
+    temperatures: np.ndarray  # float32, 0 = greedy
+    top_ps: np.ndarray  # float32, 1 = off
+    top_ks: np.ndarray  # int32, TOP_K_ALL = off
+    min_ps: np.ndarray  # float32, 0 = off
+    seeds: np.ndarray  # int64, the request's seed
+    positions: np.ndarray  # int64, index of the sampled token in its sequence: with the seed it determines the draw
+    banned_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # row in [0, S) of each banned pair
+    banned_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # token id that row may not sample
+
+
+TOP_K_ALL = 1 << 30
+
+
+@dataclass(slots=True)
+class StepInput:
+    """One forward step.
+
+    Request b computes extend_lens[b] tokens, at positions [seq_lens[b] - extend_lens[b], seq_lens[b]); the KV of the tokens before
+    that is already in the slots that req_to_token names. Its tokens are consecutive in input_ids and out_cache_loc, in the order
+    of the requests. A negative input id -r stands for the token that the step before sampled for row r.
+    """
+
+    mode: ForwardMode
+    rows: np.ndarray  # int32 [B], row of each request in req_to_token (row 0 is never used)
+    seq_lens: np.ndarray  # int32 [B], length of the KV after this step
+    extend_lens: np.ndarray  # int32 [B], all ones in DECODE
+    input_ids: np.ndarray  # int64 [T]
+    out_cache_loc: np.ndarray  # int32 [T], slot that each token's K and V go to
+    sample_index: np.ndarray  # int32 [S], ascending indices into B of the requests whose last token's logits are sampled
+    sampling: SamplingInput
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Results of one step on the host."""
+
+    next_ids: np.ndarray  # int64 [S]
+
+
+class StepHandle(Protocol):
+    """A step under way."""
+
+    def done(self) -> bool:
+        """True once wait would not block."""
+
+    def wait(self) -> StepOutput:
+        """Block until the step is over. Raises what the step raised."""
+
+
+class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """All that a runner is built from. model_path is a local folder or .gguf file."""
+
+    model_path: str
+    load_format: str = "auto"  # auto | safetensors | gguf | dummy | oracle
+    dtype: str = "auto"  # auto | bfloat16 | float16 | float32
+    device: str = "auto"  # auto | cpu | cuda
+    context_length: int | None = None
+    attention_backend: str | None = None
+    mem_fraction_static: float | None = None
+    max_total_tokens: int | None = None
+    max_running_requests: int | None = None
+    chunked_prefill_size: int | None = None
+    page_size: int = 1
+    random_seed: int = 0
+    json_model_override_args: str = "{}"
+    overlap: bool = True  # False: launch runs the step before it returns
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the other processes need to know of the model."""
+
+    model_type: str
+    architectures: list[str]
+    vocab_size: int
+    context_len: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    dtype: str
+    device: str
+    attention_backend: str
+    load_format: str
+    explain: dict[str, str] = {}  # derived value -> why it is so
+
+
+class Runner(Protocol):
+    """Runs forward steps in the order of their launch."""
+
+    info: ModelInfo
+
+    def max_cache_tokens(self) -> int:
+        """Slots that fit into the memory left for KV (or config.max_total_tokens), a multiple of the page size."""
+
+    def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
+        """Allocate KV for slots [0, num_slots + page_size); page 0 is scratch. req_to_token is int32 [rows + 1, width], read at each
+        step; on CPU the array itself is read, without a copy."""
+
+    def launch(self, step: StepInput) -> StepHandle:
+        """Enqueue one step. The arrays of ``step`` belong to the runner from here on."""
+
+    def close(self) -> None:
+        """Stop worker threads and free the pools. Idempotent."""

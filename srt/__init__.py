@@ -1,0 +1,1 @@
+"""What a user starts: options, launcher, engine, HTTP server, command line."""
