@@ -1,0 +1,299 @@
+"""Every option of the server and of Engine: one table that drives the command line, Engine's keywords and --explain.
+
+Names and defaults follow SGLang's. An option stands here only if it does something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from ..managers.errors import StartError
+
+if TYPE_CHECKING:
+    from ..managers.config import DetokenizerConfig, SchedulerConfig, TokenizerManagerConfig
+    from ..managers.ipc import IpcNames
+
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+Positive = Annotated[int, Meta(ge=1)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+
+
+class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What a user may set. None means that the value is derived at start; --explain tells to what and why.
+
+    Build it with ``from_kwargs`` or ``from_namespace``: these validate and raise StartError.
+    """
+
+    # Model
+    model_path: Annotated[
+        str,
+        Meta(
+            description="Model to serve: an alias (smollm2, gemma3-270m), a folder in HF layout, a .gguf file or a hub id",
+            extra={"aliases": ["--model"]},
+        ),
+    ] = "smollm2"
+    tokenizer_path: Annotated[str | None, Meta(description="Folder or file of the tokenizer, if it is not the model's")] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy", "oracle"],
+        Meta(
+            description="Format of the weights; dummy: random weights, oracle: no model, tokens are a function of (rid, position)"
+        ),
+    ] = "auto"
+    dtype: Annotated[
+        Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
+        Meta(description="Type of weights and activations; auto: the model's own where the device is fast with it"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: cuda if there is one")] = "auto"
+    context_length: Annotated[Positive | None, Meta(description="Longest prompt plus output, if not the model's own limit")] = None
+    revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub")] = None
+    download_dir: Annotated[str | None, Meta(description="Folder for downloaded models, if not the user's cache folder")] = None
+    json_model_override_args: Annotated[str, Meta(description="JSON object laid over the model's config")] = "{}"
+
+    # HTTP
+    host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free one")] = 30000
+    served_model_name: Annotated[str | None, Meta(description="Name in /v1/models and in replies, if not the model path")] = None
+    chat_template: Annotated[str | None, Meta(description="Jinja file used instead of the tokenizer's chat template")] = None
+    weight_version: Annotated[str, Meta(description="Version of the weights, told in every reply and part of the cache key")] = (
+        "default"
+    )
+    skip_server_warmup: Annotated[bool, Meta(description="Be ready without the warm-up request")] = False
+    stream_interval: Annotated[
+        Positive, Meta(description="A stream writes after tokens 1, s+1, 2s+1, ...; a request may override it")
+    ] = 1
+    incremental_streaming_output: Annotated[
+        bool, Meta(description="/generate streams send only what is new instead of everything so far")
+    ] = False
+    allow_auto_truncate: Annotated[bool, Meta(description="Cut prompts that are too long instead of refusing them")] = False
+    preferred_sampling_params: Annotated[str, Meta(description="JSON object of sampling parameters laid under every request's")] = (
+        "{}"
+    )
+
+    # Memory and scheduling
+    mem_fraction_static: Annotated[Share | None, Meta(description="Share of the device's memory for weights and KV cache")] = None
+    max_total_tokens: Annotated[Positive | None, Meta(description="Tokens the KV cache holds, if not what memory allows")] = None
+    max_running_requests: Annotated[Positive | None, Meta(description="Requests that run at the same time")] = None
+    chunked_prefill_size: Annotated[
+        int | None, Meta(description="Most prompt tokens of one prefill step; longer prompts are split; -1: never split")
+    ] = None
+    max_prefill_tokens: Annotated[Positive, Meta(description="Most prompt tokens of one prefill batch")] = 16384
+    page_size: Annotated[
+        int, Meta(ge=1, le=1024, description="Tokens per page of the KV cache; prefixes are shared in whole pages")
+    ] = 1
+    schedule_policy: Annotated[
+        Literal["fcfs", "lpm"], Meta(description="Order of the waiting queue: by arrival, or longest cached prefix first")
+    ] = "fcfs"
+    schedule_conservativeness: Annotated[
+        float, Meta(gt=0, description="Above 1 admits fewer requests and retracts less, below 1 the reverse")
+    ] = 1.0
+    disable_radix_cache: Annotated[bool, Meta(description="Forget the KV of a request when it ends")] = False
+    radix_eviction_policy: Annotated[Literal["lru"], Meta(description="Which cached prefix goes first when memory is short")] = (
+        "lru"
+    )
+    disable_overlap_schedule: Annotated[
+        bool | None, Meta(description="Do not schedule the next step while the device works; unset: decided by device")
+    ] = None
+
+    # Kernels
+    attention_backend: Annotated[str | None, Meta(description="Attention implementation, if not the best for the device")] = None
+    random_seed: Annotated[int | None, Meta(description="Seed of requests that bring none; unset: a fresh one at each start")] = (
+        None
+    )
+
+    # Logs and checks
+    log_level: Annotated[LogLevel, Meta(description="Level of the log of all processes")] = "info"
+    log_level_http: Annotated[LogLevel | None, Meta(description="Level of the log of HTTP requests; unset: warning")] = None
+    log_requests: Annotated[bool, Meta(description="Log each request with its parameters (not its text)")] = False
+    decode_log_interval: Annotated[Positive, Meta(description="Decode steps between two log lines")] = 40
+    strict: Annotated[bool, Meta(description="A breach of the KV slot invariant ends the server instead of being repaired")] = False
+
+    @classmethod
+    def from_kwargs(cls, values: Mapping[str, Any]) -> ServerArgs:
+        """Validate keyword values. Raises TypeError for an unknown name, StartError for a bad value."""
+        for name in values:
+            if name not in cls.__struct_fields__:
+                close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TypeError(f"unknown option {name!r}{hint}")
+        given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        try:
+            args = msgspec.convert(given, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise StartError(_readable(str(error), given)) from None
+        args._check()
+        return args
+
+    @classmethod
+    def from_namespace(cls, namespace: argparse.Namespace) -> ServerArgs:
+        """The options of a parsed command line (see ``add_arguments``)."""
+        return cls.from_kwargs({name: value for name, value in vars(namespace).items() if name in cls.__struct_fields__})
+
+    def _check(self) -> None:
+        if not self.model_path:
+            raise StartError("--model-path must not be empty.")
+        for name in ("json_model_override_args", "preferred_sampling_params"):
+            _json_object(flag(name), getattr(self, name))
+        size = self.chunked_prefill_size
+        if size is not None and size != -1 and size < self.page_size:
+            raise StartError(f"--chunked-prefill-size must be -1 (off) or at least the page size {self.page_size}, got {size}.")
+        for name in ("max_total_tokens", "max_prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < self.page_size:
+                raise StartError(f"{flag(name)} must be at least the page size {self.page_size}, got {value}.")
+        if self.chat_template is not None and not os.path.isfile(self.chat_template):
+            raise StartError(f"--chat-template: no file {self.chat_template!r}.")
+        if self.tokenizer_path is not None and not os.path.exists(self.tokenizer_path):
+            raise StartError(f"--tokenizer-path: no file or folder {self.tokenizer_path!r}.")
+
+    @property
+    def served_name(self) -> str:
+        """The model's name towards clients."""
+        return self.served_model_name or self.model_path
+
+    def scheduler_config(self, ipc: IpcNames, local_model_path: str) -> SchedulerConfig:
+        """Config of the scheduler process; local_model_path is the folder or file that model_path was resolved to."""
+        from ..managers.config import RunnerConfig, SchedulerConfig
+
+        runner = RunnerConfig(
+            model_path=local_model_path,
+            load_format=self.load_format,
+            dtype={"half": "float16", "float": "float32"}.get(self.dtype, self.dtype),
+            device=self.device,
+            context_length=self.context_length,
+            attention_backend=self.attention_backend,
+            mem_fraction_static=self.mem_fraction_static,
+            max_total_tokens=self.max_total_tokens,
+            max_running_requests=self.max_running_requests,
+            chunked_prefill_size=self.chunked_prefill_size,
+            page_size=self.page_size,
+            random_seed=self.random_seed or 0,
+            json_model_override_args=self.json_model_override_args,
+            overlap=not self.disable_overlap_schedule,
+        )
+        return SchedulerConfig(
+            ipc=ipc,
+            runner=runner,
+            tokenizer_path=self.tokenizer_path or local_model_path,
+            max_running_requests=self.max_running_requests,
+            chunked_prefill_size=self.chunked_prefill_size,
+            max_prefill_tokens=self.max_prefill_tokens,
+            schedule_policy=self.schedule_policy,
+            schedule_conservativeness=self.schedule_conservativeness,
+            disable_radix_cache=self.disable_radix_cache,
+            radix_eviction_policy=self.radix_eviction_policy,
+            disable_overlap_schedule=self.disable_overlap_schedule,
+            weight_version=self.weight_version,
+            decode_log_interval=self.decode_log_interval,
+            strict=self.strict,
+            log_level=self.log_level,
+        )
+
+    def detokenizer_config(self, ipc: IpcNames, local_model_path: str) -> DetokenizerConfig:
+        """Config of the detokenizer process."""
+        from ..managers.config import DetokenizerConfig
+
+        return DetokenizerConfig(ipc=ipc, tokenizer_path=self.tokenizer_path or local_model_path, log_level=self.log_level)
+
+    def tokenizer_manager_config(self, ipc: IpcNames, local_model_path: str) -> TokenizerManagerConfig:
+        """Config of the tokenizer manager. --stream-interval travels as a preferred sampling parameter."""
+        from ..managers.config import TokenizerManagerConfig
+
+        preferred = json.loads(self.preferred_sampling_params)
+        if self.stream_interval != 1:
+            preferred.setdefault("stream_interval", self.stream_interval)
+        return TokenizerManagerConfig(
+            ipc=ipc,
+            model_path=self.model_path,
+            served_model_name=self.served_name,
+            tokenizer_path=self.tokenizer_path or local_model_path,
+            chat_template=self.chat_template,
+            weight_version=self.weight_version,
+            incremental_streaming_output=self.incremental_streaming_output,
+            allow_auto_truncate=self.allow_auto_truncate,
+            preferred_sampling_params=json.dumps(preferred),
+            log_requests=self.log_requests,
+            random_seed=self.random_seed,
+        )
+
+
+class Option(NamedTuple):
+    """One row of the table that ServerArgs' annotations are."""
+
+    name: str
+    kind: type  # str, int, float or bool
+    default: Any
+    optional: bool  # None is allowed
+    choices: tuple[str, ...] | None
+    aliases: tuple[str, ...]
+    help: str
+
+
+def options() -> list[Option]:
+    """The table, in the order of the fields."""
+    hints = get_type_hints(ServerArgs, include_extras=True)
+    defaults = dict(
+        zip(ServerArgs.__struct_fields__[-len(ServerArgs.__struct_defaults__) :], ServerArgs.__struct_defaults__, strict=True)
+    )
+    return [_option(name, hints[name], defaults[name]) for name in ServerArgs.__struct_fields__]
+
+
+def _option(name: str, hint: Any, default: Any) -> Option:
+    meta = hint.__metadata__[-1]
+    kind = _bare(hint)
+    optional = type(None) in get_args(kind)
+    if optional:
+        (kind,) = [_bare(member) for member in get_args(kind) if member is not type(None)]
+    choices = get_args(kind) if get_origin(kind) is Literal else None
+    aliases = tuple((meta.extra or {}).get("aliases", ()))
+    return Option(name, str if choices else kind, default, optional, choices, aliases, meta.description)
+
+
+def _bare(hint: Any) -> Any:
+    return get_args(hint)[0] if get_origin(hint) is Annotated else hint
+
+
+def flag(name: str) -> str:
+    """The option's spelling on the command line."""
+    return "--" + name.replace("_", "-")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add every option to a parser. Options that are not given leave no trace in the namespace."""
+    for option in options():
+        default = "derived at start" if option.default is None else option.default
+        text = f"{option.help} (default: {default})".replace("%", "%%")
+        names = [flag(option.name), *option.aliases]
+        common: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": text}
+        if option.kind is bool:
+            action = argparse.BooleanOptionalAction if option.optional else "store_true"
+            parser.add_argument(*names, action=action, **common)
+        else:
+            metavar = None if option.choices else option.kind.__name__.upper()
+            parser.add_argument(*names, type=option.kind, choices=option.choices, metavar=metavar, **common)
+
+
+def _readable(message: str, given: Mapping[str, Any]) -> str:
+    """msgspec's error as one line that names the option: ``--port: expected `int` <= 65535, got 70000.``"""
+    found = re.fullmatch(r"(.*) - at `\$\.(\w+).*`", message)
+    if found is None:
+        return message
+    reason, name = found.groups()
+    return f"{flag(name)}: {reason[0].lower()}{reason[1:]}, got {given.get(name)!r}."
+
+
+def _json_object(name: str, text: str) -> None:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise StartError(f"{name} must be a JSON object: {error}.") from None
+    if not isinstance(value, dict):
+        raise StartError(f"{name} must be a JSON object, got {text!r}.")
