@@ -1,0 +1,168 @@
+"""What a client asks for (GenerateInput) and the handle on its answer (Generation), free of HTTP and of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from .errors import RequestError
+from .io_struct import FinishReason
+
+# Fields of SGLang's /generate and Engine.generate that are not served, with the value that means "off".
+UNSUPPORTED: dict[str, Any] = {
+    "input_embeds": None,
+    "image_data": None,
+    "audio_data": None,
+    "video_data": None,
+    "mm_hashes": None,
+    "mm_content_hashes": None,
+    "return_logprob": False,
+    "token_ids_logprob": None,
+    "lora_path": None,
+    "custom_logit_processor": None,
+    "require_reasoning": False,
+    "return_hidden_states": False,
+    "return_routed_experts": False,
+    "return_sampling_mask": False,
+    "session_params": None,
+    "session_id": None,
+    "bootstrap_host": None,
+    "bootstrap_port": None,
+    "bootstrap_room": None,
+    "routed_dp_rank": None,
+    "disagg_prefill_dp_rank": None,
+    "data_parallel_rank": None,
+}
+
+
+class GenerateInput(msgspec.Struct, kw_only=True):
+    """One call of generate as it came in: one prompt or a batch, not yet checked beyond its types.
+
+    Exactly one of text and input_ids. A single ``rid`` on a batch or with n > 1 becomes ``rid_0``, ``rid_1``, ...; lists have one entry per prompt.
+    """
+
+    text: str | list[str] | None = None
+    input_ids: Sequence[int | Sequence[int]] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
+    rid: str | list[str] | None = None
+    stream: bool = False
+    incremental: bool | None = None  # stream only what is new; None: as the server is configured
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
+    priority: int | None = None
+    return_prompt_token_ids: bool = False
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> GenerateInput:
+        """Build it from decoded JSON or keyword arguments.
+
+        Nulls mean the default and unknown names are ignored, as clients of SGLang rely on. Raises RequestError for a wrong type and
+        for a known field that is not served.
+        """
+        given = {key: value for key, value in values.items() if value is not None}
+        for name in UNSUPPORTED.keys() & given.keys():
+            off = UNSUPPORTED[name]
+            if given[name] != off and not (off is None and given[name] == []):
+                raise RequestError(f"{name} is not supported.", param=name)
+        try:
+            return msgspec.convert(given, cls, strict=True)
+        except msgspec.ValidationError as error:
+            path = str(error).partition("`$.")[2]
+            raise RequestError(str(error), param=path.split("`")[0].split("[")[0] or None) from None
+
+
+class Output(msgspec.Struct, kw_only=True):
+    """What is new of one choice. The counts are totals; the Output with a finish_reason is the last of its choice."""
+
+    index: int  # prompt * n + sample
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_retractions: int
+    e2e_latency: float | None = None  # seconds from start to the finishing row, None before
+
+    def merge(self, later: Output) -> None:
+        """Append what came later for the same choice."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.finish_reason = later.finish_reason
+        self.prompt_tokens = later.prompt_tokens
+        self.completion_tokens = later.completion_tokens
+        self.cached_tokens = later.cached_tokens
+        self.num_retractions = later.num_retractions
+        self.e2e_latency = later.e2e_latency
+
+
+class Generation:
+    """The answer to one GenerateInput as it comes in. Use it on one event loop only.
+
+    ``async for output in generation`` gives the choices' deltas in order of arrival; what queued up for one choice while the consumer was slow
+    is one Output. Leaving the loop early, closing its iterator or cancelling its task aborts what has not finished; so does ``abort``,
+    which whoever drops a Generation without iterating it must call.
+    """
+
+    def __init__(self, rids: list[str], *, num_prompts: int, n: int, single: bool, abort: Callable[[list[str]], None]) -> None:
+        self.rids = rids
+        self.prompts: list[list[int]] = []  # ids per output index, filled before start returns
+        self.n = n
+        self.num_prompts = num_prompts
+        self.is_single = single and n == 1
+        self.created = time.monotonic()
+        self._abort = abort
+        self._aborted = False
+        self._live = set(range(len(rids)))
+        self._pending: dict[int, Output] = {}
+        self._error: Exception | None = None
+        self._wake = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """True when no more output will arrive."""
+        return not self._live
+
+    def push(self, output: Output) -> None:
+        """Take in a delta (called by the tokenizer manager)."""
+        if output.index not in self._live:
+            return
+        if output.finish_reason is not None:
+            output.e2e_latency = time.monotonic() - self.created
+            self._live.discard(output.index)
+        queued = self._pending.get(output.index)
+        if queued is None:
+            self._pending[output.index] = output
+        else:
+            queued.merge(output)
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an exception, which the consumer gets after what is queued (called by the tokenizer manager)."""
+        self._error = error
+        self._live.clear()
+        self._wake.set()
+
+    def abort(self) -> None:
+        """Abort the choices that have not finished; each still gets its finishing Output. Idempotent."""
+        if self._live and not self._aborted:
+            self._aborted = True
+            self._abort([self.rids[index] for index in sorted(self._live)])
+
+    async def __aiter__(self) -> AsyncIterator[Output]:
+        try:
+            while True:
+                while self._pending:
+                    yield self._pending.pop(next(iter(self._pending)))
+                if self._error is not None:
+                    raise self._error
+                if not self._live:
+                    return
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self.abort()
