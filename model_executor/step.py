@@ -9,11 +9,14 @@ Legend: B requests of the step, T tokens computed in the step, S requests that s
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import numpy as np
+
+from ..layers.sampling_input import TOP_K_ALL as TOP_K_ALL
+from ..layers.sampling_input import SamplingInput as SamplingInput
 
 
 class ForwardMode(enum.IntEnum):
@@ -22,23 +25,6 @@ class ForwardMode(enum.IntEnum):
     EXTEND = 1  # prompts (or chunks of them)
     DECODE = 2  # one token per request
     MIXED = 3  # both in one batch
-
-
-@dataclass(slots=True)
-class SamplingInput:
-    """Sampling parameters of the S rows that sample, as arrays of length S."""
-
-    temperatures: np.ndarray  # float32, 0 = greedy
-    top_ps: np.ndarray  # float32, 1 = off
-    top_ks: np.ndarray  # int32, TOP_K_ALL = off
-    min_ps: np.ndarray  # float32, 0 = off
-    seeds: np.ndarray  # int64, the request's seed
-    positions: np.ndarray  # int64, index of the sampled token in its sequence: with the seed it determines the draw
-    banned_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # row in [0, S) of each banned pair
-    banned_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # token id that row may not sample
-
-
-TOP_K_ALL = 1 << 30
 
 
 @dataclass(slots=True)
@@ -64,7 +50,7 @@ class StepInput:
 class StepOutput:
     """Results of one step on the host."""
 
-    next_ids: np.ndarray  # int64 [S]
+    next_ids: np.ndarray  # int64 [S]; -1 where the row's logits were not finite: that request fails, the others go on
 
 
 class StepHandle(Protocol):
