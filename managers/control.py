@@ -1,0 +1,145 @@
+"""Control: takes messages in, and answers those that are not requests for text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .config import SchedulerConfig
+from .invariants import check_memory
+from .io_struct import (
+    AbortReq,
+    ControlReply,
+    FinishReason,
+    FlushCacheReq,
+    GenerateReq,
+    InternalStateReq,
+    ShutdownReq,
+    TokenOutput,
+    ToScheduler,
+)
+from .ipc import Receiver
+from .req import Req
+from .scheduler import Scheduler
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT = 1.0  # seconds of sleep at a time when there is nothing to do
+ABORTED = FinishReason(kind="abort", message="Abort by client request.")
+
+
+class Control:
+    """Its ``receive`` starts every turn of the loop. No message can end the process: one that fails, fails alone."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        receiver: Receiver[ToScheduler],
+        reply: Callable[[ControlReply], None],
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+    ) -> None:
+        self.shutdown = False
+        self._scheduler = scheduler
+        self._receiver = receiver
+        self._reply = reply
+        self._tokenizer = tokenizer
+        self._config = config
+        self._num_received = 0
+        self._checked = False  # memory was checked since the last request ended
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            GenerateReq: self._generate,
+            AbortReq: self._abort,
+            FlushCacheReq: self._flush_cache,
+            InternalStateReq: self._internal_state,
+            ShutdownReq: self._shutdown,
+        }
+
+    def receive(self, idle: bool) -> None:
+        """Take in what has arrived; when idle, first check the books and sleep until something arrives."""
+        if idle:
+            self._on_idle()
+            self._receiver.wait(IDLE_WAIT)
+        for message in self._receiver.receive_all():
+            self._handlers[type(message)](message)
+
+    def _on_idle(self) -> None:
+        if self._checked:
+            return
+        self._checked = True
+        self._scheduler.ratio.reset()
+        check_memory(self._scheduler.memory, strict=self._config.strict)
+
+    def _generate(self, message: GenerateReq) -> None:
+        self._checked = False
+        self._num_received += 1
+        if message.rid in self._scheduler.live:
+            logger.error("request id %s is alive already; the second one is dropped", message.rid)
+            return
+        try:
+            req = Req.from_message(
+                message, arrival=self._num_received, weight_version=self._config.weight_version, tokenizer=self._tokenizer
+            )
+        except Exception as error:
+            logger.exception("request %s could not be queued", message.rid)
+            self._refuse(message, error)
+            return
+        self._scheduler.add(req)
+
+    def _refuse(self, message: GenerateReq, error: Exception) -> None:
+        reason = FinishReason(
+            kind="abort", message=f"The request could not be queued: {error}", status_code=500, err_type="InternalServerError"
+        )
+        req = Req(
+            rid=message.rid,
+            params=message.sampling_params,
+            token_ids=np.empty(0, np.int32),
+        )
+        self._scheduler.outputs.emit_waiting(req, reason)
+
+    def _abort(self, message: AbortReq) -> None:
+        rids = list(self._scheduler.live) if message.abort_all else [message.rid]
+        for rid in rids:
+            self._scheduler.abort(rid, ABORTED)
+
+    def _flush_cache(self, message: FlushCacheReq) -> None:
+        scheduler = self._scheduler
+        if not scheduler.is_idle():
+            waiting = len(scheduler.waiting)
+            text = f"Flush cache failed: {len(scheduler.live) - waiting} requests run and {waiting} wait."
+            self._reply(ControlReply(call_id=message.call_id, success=False, message=text))
+            return
+        scheduler.memory.cache.reset()
+        self._reply(ControlReply(call_id=message.call_id, message="Cache flushed."))
+
+    def _internal_state(self, message: InternalStateReq) -> None:
+        self._reply(ControlReply(call_id=message.call_id, state=state_of(self._scheduler)))
+
+    def _shutdown(self, message: ShutdownReq) -> None:
+        self.shutdown = True
+
+
+def state_of(scheduler: Scheduler) -> dict[str, Any]:
+    """Loads and counters, for /server_info and the log."""
+    memory, stats = scheduler.memory, scheduler.stats
+    total = memory.allocator.num_slots
+    used = total - memory.allocator.available - memory.cache.evictable_size
+    return {
+        "num_running_reqs": len(scheduler.live) - len(scheduler.waiting),
+        "num_waiting_reqs": len(scheduler.waiting),
+        "num_used_tokens": used,
+        "num_cached_tokens": memory.cache.evictable_size + memory.cache.protected_size,
+        "max_total_num_tokens": total,
+        "token_usage": round(used / total, 4),
+        "new_token_ratio": round(scheduler.ratio.value, 4),
+        "last_gen_throughput": round(stats.gen_throughput, 2),
+        "num_prefill_tokens": stats.num_prefill_tokens,
+        "num_cached_prompt_tokens": stats.num_cached_tokens,
+        "num_decode_tokens": stats.num_decode_tokens,
+        "num_retracted": stats.num_retracted,
+        "num_aborted": stats.num_aborted,
+    }

@@ -1,0 +1,49 @@
+"""The scheduler's two loops, side by side. One turn of either receives, decides, launches and absorbs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ..model_executor.step import StepHandle
+from .schedule_batch import ScheduleBatch
+from .scheduler import Scheduler
+
+
+class EventLoop(Protocol):
+    """receive(idle=...) takes messages in (and may sleep when idle) before each turn."""
+
+    def turn(self) -> None:
+        """One turn."""
+
+
+class NormalLoop:
+    """Each step's results are taken in before the next step is decided."""
+
+    def __init__(self, scheduler: Scheduler, receive: Callable[[bool], None]) -> None:
+        self._scheduler = scheduler
+        self._receive = receive
+
+    def turn(self) -> None:
+        scheduler = self._scheduler
+        self._receive(scheduler.is_idle())
+        batch = scheduler.next_batch(in_flight=False)
+        if batch:
+            scheduler.absorb(batch, scheduler.launch(batch))
+
+
+class OverlapLoop:
+    """Step N is launched before the results of step N-1 are taken in, so that the host works while the device does."""
+
+    def __init__(self, scheduler: Scheduler, receive: Callable[[bool], None]) -> None:
+        self._scheduler = scheduler
+        self._receive = receive
+        self._pending: tuple[ScheduleBatch, StepHandle] | None = None
+
+    def turn(self) -> None:
+        scheduler, pending = self._scheduler, self._pending
+        self._receive(scheduler.is_idle() and pending is None)
+        batch = scheduler.next_batch(in_flight=pending is not None)
+        self._pending = (batch, scheduler.launch(batch)) if batch else None
+        if pending:
+            scheduler.absorb(*pending)

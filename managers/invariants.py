@@ -1,0 +1,51 @@
+"""The books of the slots: every slot is free, or in the tree, or in a request's row. Checked when idle and in every test."""
+
+from __future__ import annotations
+
+import logging
+
+from .scheduler import Memory
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryBreach(RuntimeError):
+    """Slots were lost or are owned twice."""
+
+
+def balance(memory: Memory) -> dict[str, int]:
+    """Tokens by owner, private ones in whole pages."""
+    page_size, table = memory.allocator.page_size, memory.table
+    private = 0
+    for req in table.seated():
+        own = int(table.kv_lens[req.row]) - req.held().length
+        private += -(-own // page_size) * page_size
+    return {
+        "free": memory.allocator.available,
+        "evictable": memory.cache.evictable_size,
+        "protected": memory.cache.protected_size,
+        "private": private,
+        "total": memory.allocator.num_slots,
+    }
+
+
+def check_memory(memory: Memory, *, strict: bool) -> None:
+    """Raise MemoryBreach if the books do not balance and strict is set; otherwise log the breach. With no seated request nothing may be
+    locked and every row must be free."""
+    books = balance(memory)
+    owned = books["free"] + books["evictable"] + books["protected"] + books["private"]
+    seated = len(memory.table.seated())
+    rows = memory.table.pool.available + seated
+    problems = []
+    if owned != books["total"]:
+        problems.append(f"slots do not balance: {books}")
+    if not seated and books["protected"]:
+        problems.append(f"{books['protected']} cached tokens are locked by nobody")
+    if rows != memory.table.pool.num_rows:
+        problems.append(f"rows do not balance: {memory.table.pool.available} free + {seated} seated != {memory.table.pool.num_rows}")
+    if not problems:
+        return
+    text = "; ".join(problems)
+    if strict:
+        raise MemoryBreach(text)
+    logger.error("memory invariant broken: %s", text)

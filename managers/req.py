@@ -1,0 +1,87 @@
+"""Req: one request inside the scheduler, from its arrival to its last row of output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..mem_cache.prefix_cache import CacheHold, CacheKey
+from .detokenizer import StopChecker
+from .io_struct import FinishReason, GenerateReq, unpack_ids
+from .sampling_params import SamplingParams
+from .tokenizer import Tokenizer
+
+NOT_ANNOUNCED = -1
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """A request that waits has row 0 and its tokens in token_ids; one that is seated has a row of the LiveTable, which holds its tokens
+    and lengths. cached_tokens counts the prompt tokens found in the cache at its first admission, None before that."""
+
+    rid: str
+    params: SamplingParams
+    key: CacheKey
+    stream: bool
+    arrival: int
+    token_ids: np.ndarray  # int32, the prompt, and after a retraction the output so far
+    num_prompt: int
+    stop_ids: frozenset[int]  # its own stop tokens, besides the model's
+    stop_checker: StopChecker | None
+    seed: int
+    row: int = 0
+    hold: CacheHold | None = None
+    cached_tokens: int | None = None
+    num_retractions: int = 0
+    num_sent: int = NOT_ANNOUNCED  # tokens handed to the detokenizer while it has no row
+
+    @classmethod
+    def from_message(cls, message: GenerateReq, *, arrival: int, weight_version: str, tokenizer: Tokenizer) -> Req:
+        params = message.sampling_params
+        token_ids = unpack_ids(message.input_ids)
+        return cls(
+            rid=message.rid,
+            params=params,
+            key=CacheKey(weight_version=weight_version, extra_key=message.extra_key, cache_salt=message.cache_salt),
+            stream=message.stream,
+            arrival=arrival,
+            token_ids=token_ids,
+            num_prompt=len(token_ids),
+            stop_ids=frozenset(params.stop_token_ids),
+            stop_checker=StopChecker(tokenizer, params) if params.stop else None,
+            seed=params.sampling_seed if params.sampling_seed is not None else arrival,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a request that waits."""
+        return len(self.token_ids)
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Output tokens that it may still get while it waits."""
+        return self.max_len - len(self.token_ids)
+
+    @property
+    def max_len(self) -> int:
+        """Sequence length at which it ends."""
+        limit = self.params.max_new_tokens
+        if limit is None:
+            raise ValueError(f"request {self.rid}: max_new_tokens must be resolved before scheduling")
+        return self.num_prompt + limit
+
+    def held(self) -> CacheHold:
+        """What a seated request holds of the cache."""
+        if self.hold is None:
+            raise RuntimeError(f"request {self.rid} holds nothing of the cache")
+        return self.hold
+
+    def stop_reason(self, token_id: int) -> FinishReason | None:
+        """Whether its newest token ends it by one of its own stop strings or stop tokens."""
+        matched = self.stop_checker.push(token_id) if self.stop_checker else None
+        if matched is not None:
+            return FinishReason(kind="stop", matched=matched)
+        if token_id in self.stop_ids:
+            return FinishReason(kind="stop", matched=token_id)
+        return None

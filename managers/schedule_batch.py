@@ -1,0 +1,87 @@
+"""ScheduleBatch: the rows of one step, and the arrays that the runner is told, built from the LiveTable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..model_executor.step import ForwardMode, SamplingInput, StepInput
+from .live_table import LiveTable
+
+
+@dataclass(slots=True)
+class ScheduleBatch:
+    """One step. epochs: int64 [B], of the rows at launch; a row whose epoch has changed since has a new owner or none."""
+
+    step: StepInput
+    epochs: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        return self.step.rows
+
+
+def build_decode(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
+    """One token for each of ``rows``: launch the newest token of each, whose KV goes to slots [B]."""
+    seq_lens = table.launched_lens[rows]
+    newest = table.tokens[rows, seq_lens - 1].astype(np.int64)
+    input_ids = np.where(table.known_lens[rows] == seq_lens, newest, -rows.astype(np.int64))
+    table.pool.table[rows, seq_lens - 1] = slots
+    table.kv_lens[rows] = seq_lens
+    table.launched_lens[rows] = seq_lens + 1
+    step = StepInput(
+        mode=ForwardMode.DECODE,
+        rows=rows,
+        seq_lens=seq_lens,
+        extend_lens=np.ones(len(rows), np.int32),
+        input_ids=input_ids,
+        out_cache_loc=slots,
+        sample_index=np.arange(len(rows), dtype=np.int32),
+        sampling=_sampling(table, rows, seq_lens),
+    )
+    return ScheduleBatch(step=step, epochs=table.epochs[rows])
+
+
+def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
+    """The next extend_lens [B] known tokens of each of ``rows``; their KV goes to slots [sum(extend_lens)], row by row.
+
+    A row samples when its last known token is among them and it may have output at all.
+    """
+    prefix_lens = table.kv_lens[rows]
+    seq_lens = prefix_lens + extend_lens
+    bounds = np.cumsum(extend_lens)[:-1]
+    for row, start, end, own in zip(rows, prefix_lens, seq_lens, np.split(slots, bounds), strict=True):
+        table.pool.write(int(row), int(start), own)
+        table.kv_lens[row] = end
+    ids = [table.tokens[row, start:end] for row, start, end in zip(rows, prefix_lens, seq_lens, strict=True)]
+    samples = np.flatnonzero((seq_lens == table.known_lens[rows]) & (seq_lens < table.limits[rows])).astype(np.int32)
+    sampling_rows = rows[samples]
+    table.launched_lens[sampling_rows] += 1
+    step = StepInput(
+        mode=ForwardMode.EXTEND,
+        rows=rows,
+        seq_lens=seq_lens,
+        extend_lens=extend_lens,
+        input_ids=np.concatenate(ids).astype(np.int64),
+        out_cache_loc=slots,
+        sample_index=samples,
+        sampling=_sampling(table, sampling_rows, seq_lens[samples]),
+    )
+    return ScheduleBatch(step=step, epochs=table.epochs[rows])
+
+
+def _sampling(table: LiveTable, rows: np.ndarray, positions: np.ndarray) -> SamplingInput:
+    """Parameters of rows whose next token is at ``positions``; those below their min_new_tokens may not stop."""
+    sampling = table.sampling.take(rows, positions)
+    young = np.flatnonzero(positions < table.min_lens[rows])
+    if len(young):
+        bans = [(index, _stop_ids(table, int(rows[index]))) for index in young]
+        sampling.banned_rows = np.concatenate([np.full(len(ids), index, np.int32) for index, ids in bans])
+        sampling.banned_ids = np.concatenate([ids for _, ids in bans])
+    return sampling
+
+
+def _stop_ids(table: LiveTable, row: int) -> np.ndarray:
+    own = np.fromiter(table.req(row).stop_ids, np.int32)
+    return own if table.ignore_eos[row] else np.union1d(own, np.flatnonzero(table.eos_mask)).astype(np.int32)

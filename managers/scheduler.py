@@ -1,0 +1,309 @@
+"""Scheduler: which requests run in the next step. One per rank; it owns the waiting queue, the live table and the prefix cache.
+
+Three verbs: ``next_batch`` decides, ``launch`` starts the forward step, ``absorb`` takes its results in. A decision depends on messages and
+on what follows from them, never on a clock or on chance.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..mem_cache.allocator import SlotAllocator
+from ..mem_cache.prefix_cache import PrefixCache
+from ..model_executor.step import Runner, StepHandle
+from .faults import Faults
+from .io_struct import FinishReason
+from .live_table import LiveTable
+from .output_stream import OutputStream
+from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
+from .req import Req
+from .result_processor import ResultProcessor
+from .retraction import NewTokenRatio, retraction_order
+from .schedule_batch import ScheduleBatch, build_decode, build_extend
+from .schedule_policy import ORDERS, needs_matches
+from .stats import SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+NO_ROWS = np.empty(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulePolicy:
+    """The scheduler's settings."""
+
+    name: str = "fcfs"
+    max_prefill_tokens: int = 16384
+    chunked_prefill_size: int | None = None  # a multiple of the page size; None: prompts are never split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The three owners of slots and rows. free + cached + private to rows = total."""
+
+    allocator: SlotAllocator
+    cache: PrefixCache
+    table: LiveTable
+
+
+class Scheduler:
+    """Built from parts; has no base class. Torch-free: the runner is whatever implements the Runner protocol."""
+
+    def __init__(
+        self,
+        *,
+        memory: Memory,
+        runner: Runner,
+        policy: SchedulePolicy,
+        ratio: NewTokenRatio,
+        outputs: OutputStream,
+        stats: SchedulerStats,
+        faults: Faults,
+    ) -> None:
+        self.memory = memory
+        self.runner = runner
+        self.policy = policy
+        self.ratio = ratio
+        self.outputs = outputs
+        self.stats = stats
+        self.faults = faults
+        self.waiting: list[Req] = []
+        self.running: np.ndarray = NO_ROWS  # rows that decode, in the order of admission
+        self.chunked: Req | None = None  # the one request whose prompt is computed in part
+        self.live: dict[str, Req] = {}
+        self.stalled = False  # nothing was freed since the head of the queue did not fit
+        self.results = ResultProcessor(memory.table, outputs, self.finish, self._keep)
+
+    # --- the three verbs
+
+    def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
+        """The next step, or None. in_flight: a launched step is not absorbed yet, so short memory may be about to ease."""
+        return self._next_prefill() or self._next_decode(in_flight=in_flight)
+
+    def launch(self, batch: ScheduleBatch) -> StepHandle:
+        """Start the step on the device."""
+        if self.faults.at("step_fail"):
+            batch.step.input_ids[:] = np.iinfo(np.int64).max
+        return self.runner.launch(batch.step)
+
+    def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
+        """Wait for the step and take its results in. A step that raised fails the requests that were in it, and only those."""
+        try:
+            output = handle.wait()
+        except Exception as error:
+            logger.exception("a forward step failed; its %d requests are aborted", len(batch.rows))
+            reason = FinishReason(
+                kind="abort", message=f"The forward pass failed: {type(error).__name__}.", status_code=500, err_type="InternalServerError"
+            )
+            self.results.fail(batch, reason)
+        else:
+            self.results.absorb(batch, output)
+
+    # --- requests come and go
+
+    def add(self, req: Req) -> None:
+        """Queue a request."""
+        self.live[req.rid] = req
+        self.waiting.append(req)
+        self.stalled = False
+
+    def abort(self, rid: str, reason: FinishReason) -> bool:
+        """End a request now, in whatever phase it is; says whether it was alive."""
+        req = self.live.get(rid)
+        if req is None:
+            return False
+        if req.row:
+            self.outputs.emit(np.array([req.row], np.int32), {req.row: reason})
+            self.finish(req)
+        else:
+            self.outputs.emit_waiting(req, reason)
+            self.waiting.remove(req)
+            del self.live[rid]
+        self.stats.num_aborted += 1
+        return True
+
+    def finish(self, req: Req, *, share: bool = True) -> None:
+        """Give a seated request's confirmed KV to the cache (unless it may be broken) and its row back."""
+        del self.live[req.rid]
+        self._vacate(req, share=share)
+
+    def is_idle(self) -> bool:
+        """Nothing runs or waits. A launched step may still be under way."""
+        return not self.live
+
+    # --- prefill
+
+    def _next_prefill(self) -> ScheduleBatch | None:
+        if self.stalled or not (self.waiting or self.chunked):
+            return None
+        if self.chunked is None and not self.memory.table.pool.available:
+            return None
+        if self.policy.name != "fcfs":
+            self._order_waiting()
+        plan = plan_prefill(self._candidates(), self._budget())
+        if not plan:
+            self.stalled = self.chunked is None
+            return None
+        return self._carry_out(plan)
+
+    def _order_waiting(self) -> None:
+        arrivals = np.array([req.arrival for req in self.waiting])
+        prefix_lens = np.zeros(len(self.waiting), np.int64)
+        if needs_matches(self.policy.name):
+            prefix_lens[:] = [self.memory.cache.match_prefix(req.key, req.token_ids[:-1]).length for req in self.waiting]
+        self.waiting = [self.waiting[i] for i in ORDERS[self.policy.name](arrivals, prefix_lens)]
+
+    def _candidates(self) -> Iterator[Candidate]:
+        table = self.memory.table
+        if self.chunked is not None:
+            row = self.chunked.row
+            yield Candidate(
+                num_tokens=int(table.known_lens[row]),
+                prefix_len=int(table.kv_lens[row]),
+                pinned=0,
+                max_new_tokens=int(table.limits[row] - table.known_lens[row]),
+                continuing=True,
+            )
+        for req in self.waiting:
+            match = self.memory.cache.match_prefix(req.key, req.token_ids[:-1])
+            yield Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)
+
+    def _budget(self) -> PrefillBudget:
+        memory, table = self.memory, self.memory.table
+        rest = np.minimum(table.limits[self.running] - table.launched_lens[self.running], CLIP_MAX_NEW_TOKENS)
+        return PrefillBudget(
+            free_tokens=memory.allocator.available + memory.cache.evictable_size,
+            reserved_tokens=float(rest.sum()) * self.ratio.value,
+            input_tokens=self.policy.max_prefill_tokens,
+            chunk_tokens=self.policy.chunked_prefill_size,
+            rows=table.pool.available,
+            page_size=memory.allocator.page_size,
+        )
+
+    def _carry_out(self, plan: list[Admission]) -> ScheduleBatch | None:
+        """Lock, seat, allocate. Nothing is evicted before all planned prefixes are locked, so each match is as it was planned."""
+        queue = ([self.chunked] if self.chunked else []) + self.waiting
+        reqs = [queue[admission.index] for admission in plan]
+        new = [req for req in reqs if not req.row]
+        for req in new:
+            self._seat(req)
+        table = self.memory.table
+        rows = np.array([req.row for req in reqs], np.int32)
+        ends = np.array([admission.prefix_len + admission.extend_len for admission in plan], np.int32)
+        slots = self._alloc_extend(rows, ends)
+        if slots is None:
+            for req in reversed(new):
+                self._send_back(req)
+            self.stalled = True
+            return None
+        num_cached = sum(int(table.kv_lens[req.row]) for req in new)
+        self.waiting = self.waiting[len(new) :]
+        self.chunked = None if plan[-1].final else reqs[-1]
+        batch = build_extend(table, rows, ends - table.kv_lens[rows], slots)
+        joins = rows[(ends == table.known_lens[rows]) & (table.launched_lens[rows] < table.limits[rows])]
+        self.running = np.concatenate([self.running, joins])
+        self.stats.prefill(num_reqs=len(reqs), num_new=len(slots), num_cached=num_cached)
+        return batch
+
+    def _alloc_extend(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
+        table, allocator = self.memory.table, self.memory.allocator
+        prefix_lens = table.kv_lens[rows]
+        last_slots = table.pool.table[rows, prefix_lens - 1]
+        self._make_room(allocator.extend_cost(prefix_lens, ends))
+        return allocator.alloc_extend(prefix_lens, ends, last_slots)
+
+    def _make_room(self, num_tokens: int) -> None:
+        short = num_tokens - self.memory.allocator.available
+        if short > 0:
+            self.memory.cache.evict(short)
+
+    def _seat(self, req: Req) -> None:
+        hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.token_ids[:-1])
+        self.memory.table.seat(req, prefix_slots)
+        req.hold = hold
+        if req.cached_tokens is None:
+            req.cached_tokens = min(len(prefix_slots), req.num_prompt)
+        self.outputs.seat(req)
+
+    # --- decode
+
+    def _next_decode(self, *, in_flight: bool) -> ScheduleBatch | None:
+        if not len(self.running):
+            return None
+        force = self.faults.every("retract_every") and len(self.running) > 1
+        slots = None if force else self._alloc_decode()
+        if slots is None:
+            if in_flight:
+                return None
+            slots = self._retract_until_it_fits(force=force)
+            if slots is None:
+                return None
+        else:
+            self.ratio.decay()
+        batch = build_decode(self.memory.table, self.running, slots)
+        table = self.memory.table
+        self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
+        self.stats.decode(num_reqs=len(slots))
+        return batch
+
+    def _alloc_decode(self) -> np.ndarray | None:
+        """A slot for each running row's newest token, or None if they are not to be had."""
+        if self.faults.draw("alloc_fail"):
+            return None
+        table, allocator = self.memory.table, self.memory.allocator
+        seq_lens = table.launched_lens[self.running]
+        self._make_room(allocator.decode_cost(seq_lens))
+        return allocator.alloc_decode(seq_lens, table.pool.table[self.running, seq_lens - 2])
+
+    def _retract_until_it_fits(self, *, force: bool) -> np.ndarray | None:
+        """Send requests back to the queue until the rest can decode. Only called when every launched step is absorbed."""
+        table = self.memory.table
+        if self.chunked is not None:
+            self._retract(self.chunked)
+        order = retraction_order(table.known_lens[self.running] - table.prompt_lens[self.running], table.prompt_lens[self.running])
+        for row in self.running[order]:
+            slots = None if force else self._alloc_decode()
+            if slots is not None:
+                return slots
+            if len(self.running) == 1:
+                break
+            self._retract(table.req(int(row)))
+            self.faults.served("retract_every")
+            force = False
+        outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
+        self.ratio.retracted(outputs, table.limits[self.running] - table.prompt_lens[self.running])
+        return self._alloc_decode()
+
+    def _retract(self, req: Req) -> None:
+        req.num_retractions += 1
+        self.stats.num_retracted += 1
+        self._send_back(req)
+
+    def _send_back(self, req: Req) -> None:
+        """From its row to its place in the queue."""
+        self.outputs.unseat(req)
+        self._vacate(req)
+        later = next((i for i, other in enumerate(self.waiting) if other.arrival > req.arrival), len(self.waiting))
+        self.waiting.insert(later, req)
+
+    def _vacate(self, req: Req, *, share: bool = True) -> None:
+        table, row = self.memory.table, req.row
+        if req is self.chunked:
+            self.chunked = None
+        self.running = self.running[self.running != row]
+        if share:
+            self.memory.cache.cache_finished_req(req.held(), table.confirmed_tokens(row), table.slots(row))
+        else:
+            self.memory.cache.release(req.held(), table.slots(row))
+        table.unseat(req)
+        self.stalled = False
+
+    def _keep(self, req: Req) -> None:
+        """Share what a request that goes on has computed so far."""
+        table, row = self.memory.table, req.row
+        tokens = table.confirmed_tokens(row)
+        self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])

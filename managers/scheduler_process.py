@@ -1,0 +1,167 @@
+"""Body of a scheduler process: build the parts, report ready, turn the loop until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import zmq
+
+from ..mem_cache.allocator import SlotAllocator
+from ..mem_cache.prefix_cache import NoPrefixCache, PrefixCache
+from ..mem_cache.radix_cache import RadixCache
+from ..mem_cache.req_to_token import ReqToTokenPool
+from ..mem_cache.sizing import default_max_running_requests, max_request_len
+from ..model_executor.factory import create_runner
+from ..model_executor.step import Runner
+from .config import SchedulerConfig, SchedulerInfo
+from .control import Control
+from .event_loop import EventLoop, NormalLoop, OverlapLoop
+from .faults import Faults
+from .io_struct import Heartbeat, ToScheduler
+from .ipc import Receiver, Sender
+from .live_table import LiveTable
+from .output_stream import OutputStream
+from .retraction import NewTokenRatio
+from .scheduler import Memory, SchedulePolicy, Scheduler
+from .stats import SchedulerStats
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL = 1.0
+DEFAULT_CHUNK = {"cpu": 512, "cuda": 4096}
+
+
+def run_scheduler(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until ShutdownReq. ready(info) is called once the first request could be served; whatever raises before or after ends the
+    process."""
+    faults = Faults.from_env()
+    if faults.value("load_fail"):
+        raise RuntimeError("BANYAN_FAULTS: load_fail")
+    runner = create_runner(config.runner)
+    context = zmq.Context()
+    try:
+        _serve(config, ready, runner, context)
+    finally:
+        runner.close()
+        context.destroy(linger=1000)
+
+
+def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], runner: Runner, context: zmq.Context[Any]) -> None:
+    tokenizer = Tokenizer.load(config.tokenizer_path)
+    info, memory = build_memory(config, runner, tokenizer)
+    to_detokenizer = Sender(context, config.ipc.detokenizer)
+    scheduler = build_scheduler(config, info, memory, runner, to_detokenizer.send)
+    receiver: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
+    control = Control(scheduler, receiver, Sender(context, config.ipc.tokenizer).send, tokenizer, config)
+    loop: EventLoop = OverlapLoop(scheduler, control.receive) if info.overlap else NormalLoop(scheduler, control.receive)
+    pulse = Pulse(scheduler)
+    threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
+    ready(msgspec.to_builtins(info))
+    while not control.shutdown:
+        pulse.turned()
+        loop.turn()
+
+
+def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) -> tuple[SchedulerInfo, Memory]:
+    """Size the pools, give the runner its KV, and say what was derived and why."""
+    model, page_size = runner.info, config.runner.page_size
+    explain = dict(model.explain)
+    total = runner.max_cache_tokens()
+    max_len = max_request_len(model.context_len, total, page_size)
+    if config.max_running_requests is None:
+        max_running = default_max_running_requests(total, model.context_len, device=model.device)
+        explain["max_running_requests"] = f"{max_running}, from {total} slots and a context of {model.context_len} on {model.device}"
+    else:
+        max_running = max(min(config.max_running_requests, total // 2), 1)
+        explain["max_running_requests"] = f"{max_running}, as given (at most half of {total} slots)"
+    chunk = _chunk_size(config, model.device, explain)
+    overlap = config.runner.overlap
+    explain["overlap"] = f"{'on' if overlap else 'off'}"
+    pool = ReqToTokenPool(max_running, max_len + page_size)
+    runner.init_cache(total, pool.table)
+    allocator = SlotAllocator(total, page_size)
+    cache: PrefixCache = (
+        NoPrefixCache(allocator) if config.disable_radix_cache else RadixCache(allocator, eviction_policy=config.radix_eviction_policy)
+    )
+    eos_mask = np.zeros(model.vocab_size, np.bool_)
+    eos_mask[[i for i in {*model.eos_token_ids, *tokenizer.eos_token_ids} if i < model.vocab_size]] = True
+    info = SchedulerInfo(
+        model=model,
+        max_total_num_tokens=total,
+        max_req_input_len=max_len - 1,
+        max_req_len=max_len,
+        max_running_requests=max_running,
+        page_size=page_size,
+        chunked_prefill_size=chunk,
+        overlap=overlap,
+        explain=explain,
+    )
+    return info, Memory(allocator=allocator, cache=cache, table=LiveTable(pool, eos_mask))
+
+
+def build_scheduler(
+    config: SchedulerConfig, info: SchedulerInfo, memory: Memory, runner: Runner, send: Callable[[Any], None]
+) -> Scheduler:
+    """The scheduler over parts that exist."""
+    stats = SchedulerStats(decode_log_interval=config.decode_log_interval)
+    scheduler = Scheduler(
+        memory=memory,
+        runner=runner,
+        policy=SchedulePolicy(
+            name="fcfs" if config.disable_radix_cache else config.schedule_policy,
+            max_prefill_tokens=config.max_prefill_tokens,
+            chunked_prefill_size=info.chunked_prefill_size,
+        ),
+        ratio=NewTokenRatio.create(config.schedule_conservativeness),
+        outputs=OutputStream(memory.table, send),
+        stats=stats,
+        faults=Faults.from_env(),
+    )
+    return scheduler
+
+
+def _chunk_size(config: SchedulerConfig, device: str, explain: dict[str, str]) -> int | None:
+    size, page_size = config.chunked_prefill_size, config.runner.page_size
+    if size is not None and size <= 0:
+        explain["chunked_prefill_size"] = "off, as given"
+        return None
+    why = "as given" if size is not None else f"the default on {device}"
+    pages = max((size or DEFAULT_CHUNK[device]) // page_size, 1)
+    explain["chunked_prefill_size"] = f"{pages * page_size}, {why}, in whole pages"
+    return pages * page_size
+
+
+@dataclass
+class Pulse:
+    """Tells the tokenizer manager once a second that the loop turns, from a thread of its own: a forward pass of a minute is no death."""
+
+    scheduler: Scheduler
+    last_turn: float = 0.0
+
+    def turned(self) -> None:
+        self.last_turn = time.monotonic()
+
+    def beat(self, context: zmq.Context[Any], address: str) -> None:
+        """Send until the context is destroyed."""
+        sender = Sender(context, address)
+        try:
+            while True:
+                sender.send(
+                    Heartbeat(
+                        loop_age=max(time.monotonic() - self.last_turn, 0.0),
+                        forward_age=0.0,
+                        num_running=len(self.scheduler.live) - len(self.scheduler.waiting),
+                        num_waiting=len(self.scheduler.waiting),
+                    )
+                )
+                time.sleep(HEARTBEAT_INTERVAL)
+        except zmq.ZMQError:
+            return

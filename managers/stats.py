@@ -1,0 +1,48 @@
+"""SchedulerStats: counters of what the scheduler did, and its log lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start. Times are used for log lines only, never for a decision."""
+
+    decode_log_interval: int = 40
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefill_steps: int = 0
+    num_decode_steps: int = 0
+    num_decode_tokens: int = 0
+    num_retracted: int = 0
+    num_aborted: int = 0
+    gen_throughput: float = 0.0  # output tokens per second over the last log interval
+    loads: Callable[[], str] = field(default=lambda: "")
+    _interval_start: float = field(default_factory=time.monotonic)
+    _interval_tokens: int = 0
+
+    def prefill(self, *, num_reqs: int, num_new: int, num_cached: int) -> None:
+        """A prefill step was launched."""
+        self.num_prefill_steps += 1
+        self.num_prefill_tokens += num_new
+        self.num_cached_tokens += num_cached
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s", num_reqs, num_new, num_cached, self.loads())
+
+    def decode(self, *, num_reqs: int) -> None:
+        """A decode step was launched."""
+        self.num_decode_steps += 1
+        self.num_decode_tokens += num_reqs
+        self._interval_tokens += num_reqs
+        if self.num_decode_steps % self.decode_log_interval == 0:
+            now = time.monotonic()
+            self.gen_throughput = self._interval_tokens / max(now - self._interval_start, 1e-9)
+            self._interval_start, self._interval_tokens = now, 0
+            if logger.isEnabledFor(logging.INFO):
+                logger.info("Decode batch, #running-req: %d, gen throughput (token/s): %.2f, %s", num_reqs, self.gen_throughput, self.loads())

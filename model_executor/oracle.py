@@ -1,0 +1,87 @@
+"""The token oracle: a Runner without a model, so that everything but the model is tested in milliseconds.
+
+Like a model, its next token is a function of the whole context and of nothing else, and it reads the context through req_to_token and
+the slots: it keeps one id per slot as its "KV". So a slot that is shared wrongly, freed too early or written twice shows in the output.
+
+A prompt that starts with ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its output is id_1 .. id_n, then the end-of-sequence token.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .model_config import load_model_config
+from .step import ModelInfo, RunnerConfig, StepHandle, StepInput, StepOutput
+from .worker import InlineWorker, ThreadWorker, Worker
+
+DEFAULT_SLOTS = 65536
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+class OracleRunner:
+    """Implements Runner with numpy. The model's config and tokenizer are real, its weights are never read."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        model = load_model_config(config.model_path, context_length=config.context_length, overrides={})
+        self.info = ModelInfo(
+            model_type=model.model_type,
+            architectures=[model.architecture],
+            vocab_size=model.vocab_size,
+            context_len=model.context_len,
+            eos_token_ids=list(model.eos_token_ids),
+            bos_token_id=model.bos_token_id,
+            dtype="int32",
+            device="cpu",
+            attention_backend="oracle",
+            load_format="oracle",
+            explain={"load_format": "oracle, as given: no weights are read"},
+        )
+        self._num_slots = config.max_total_tokens or DEFAULT_SLOTS
+        self._page_size = config.page_size
+        self._powers = _BASE ** np.arange(model.context_len + 1, dtype=np.uint64)
+        self._worker: Worker = ThreadWorker() if config.overlap else InlineWorker()
+
+    def max_cache_tokens(self) -> int:
+        return self._num_slots // self._page_size * self._page_size
+
+    def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
+        self._slots = np.full(num_slots + self._page_size, -1, np.int64)
+        self._req_to_token = req_to_token
+        self._sampled = np.zeros(req_to_token.shape[0], np.int64)  # the newest token of each row, for placeholders
+
+    def launch(self, step: StepInput) -> StepHandle:
+        return self._worker.submit(lambda: self._run(step))
+
+    def close(self) -> None:
+        self._worker.close()
+
+    def _run(self, step: StepInput) -> StepOutput:
+        input_ids = np.where(step.input_ids < 0, self._sampled[np.maximum(-step.input_ids, 0)], step.input_ids)
+        if len(input_ids) and not (0 <= input_ids.min() and input_ids.max() < self.info.vocab_size):
+            raise IndexError("an input id is outside the vocabulary")
+        self._slots[step.out_cache_loc] = input_ids
+        contexts = (self._context(int(step.rows[i]), int(step.seq_lens[i])) for i in step.sample_index)
+        next_ids = np.fromiter((self._next(ids) for ids in contexts), np.int64, len(step.sample_index))
+        self._avoid_banned(step, next_ids)
+        self._sampled[step.rows[step.sample_index]] = next_ids
+        return StepOutput(next_ids=next_ids)
+
+    def _context(self, row: int, length: int) -> np.ndarray:
+        ids: np.ndarray = self._slots[self._req_to_token[row, :length]]
+        return ids
+
+    def _next(self, ids: np.ndarray) -> int:
+        vocab_size = self.info.vocab_size
+        if ids[0] == vocab_size - 1 and len(ids) > 1:
+            position = len(ids) - 2 - int(ids[1])
+            return int(ids[2 + position]) if 0 <= position < ids[1] else self.info.eos_token_ids[0]
+        digest = int(((ids + 1).astype(np.uint64) * self._powers[: len(ids)]).sum())
+        return (digest >> 17) % (vocab_size - 1)
+
+    @staticmethod
+    def _avoid_banned(step: StepInput, next_ids: np.ndarray) -> None:
+        """A banned token becomes its smallest neighbour above that is not banned."""
+        for row in np.unique(step.sampling.banned_rows):
+            banned = set(step.sampling.banned_ids[step.sampling.banned_rows == row].tolist())
+            while int(next_ids[row]) in banned:
+                next_ids[row] += 1
