@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .allocator import SlotAllocator
+
 
 class CacheKey(NamedTuple):
     """What must agree, besides the tokens, before two requests may share KV. Typed: never joined into one string."""
@@ -36,12 +38,14 @@ class PrefixMatch(NamedTuple):
 class CacheHold:
     """What one live request holds of the cache: the first ``length`` slots of its row belong to the cache and are locked.
 
-    ``node`` is the cache's own handle (None when nothing is held).
+    ``node`` is the cache's own handle (None when nothing is held). ``priority`` may be set by the owner of the request: what
+    the request gives to the cache has at least this priority, which only the eviction policy "priority" reads.
     """
 
     key: CacheKey
     length: int = 0
     node: Any = None
+    priority: int = 0
 
 
 class PrefixCache(Protocol):
@@ -86,3 +90,47 @@ class PrefixCache(Protocol):
     @property
     def protected_size(self) -> int:
         """Tokens held by the cache and locked by live requests."""
+
+
+class NoPrefixCache:
+    """The PrefixCache that remembers nothing: never matches, holds nothing, and a finished request's slots are freed."""
+
+    def __init__(self, allocator: SlotAllocator) -> None:
+        self.page_size = allocator.page_size
+        self._allocator = allocator
+
+    def match_prefix(self, key: CacheKey, token_ids: np.ndarray) -> PrefixMatch:
+        """No match."""
+        return PrefixMatch(0, 0)
+
+    def lock_prefix(self, key: CacheKey, token_ids: np.ndarray) -> tuple[CacheHold, np.ndarray]:
+        """An empty hold and no slots."""
+        return CacheHold(key), np.empty(0, np.int32)
+
+    def cache_unfinished_req(self, hold: CacheHold, token_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Nothing: the request keeps its slots."""
+
+    def cache_finished_req(self, hold: CacheHold, token_ids: np.ndarray, slots: np.ndarray) -> None:
+        """Free all slots of the row."""
+        self._allocator.free(slots)
+
+    def release(self, hold: CacheHold, slots: np.ndarray) -> None:
+        """Free all slots of the row."""
+        self._allocator.free(slots)
+
+    def evict(self, num_tokens: int) -> int:
+        """Nothing to evict."""
+        return 0
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+    @property
+    def evictable_size(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def protected_size(self) -> int:
+        """Always 0."""
+        return 0
