@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
@@ -10,39 +11,40 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
-from .io_struct import FinishReason
+from .io_struct import FinishReason, unpack_ids
 
-# Fields of SGLang's /generate and Engine.generate that are not served, with the value that means "off".
-UNSUPPORTED: dict[str, Any] = {
-    "input_embeds": None,
-    "image_data": None,
-    "audio_data": None,
-    "video_data": None,
-    "mm_hashes": None,
-    "mm_content_hashes": None,
-    "return_logprob": False,
-    "token_ids_logprob": None,
-    "lora_path": None,
-    "custom_logit_processor": None,
-    "require_reasoning": False,
-    "return_hidden_states": False,
-    "return_routed_experts": False,
-    "return_sampling_mask": False,
-    "session_params": None,
-    "session_id": None,
-    "bootstrap_host": None,
-    "bootstrap_port": None,
-    "bootstrap_room": None,
-    "routed_dp_rank": None,
-    "disagg_prefill_dp_rank": None,
-    "data_parallel_rank": None,
-}
+# Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
+UNSUPPORTED = (
+    "input_embeds",
+    "image_data",
+    "audio_data",
+    "video_data",
+    "mm_hashes",
+    "mm_content_hashes",
+    "return_logprob",
+    "token_ids_logprob",
+    "lora_path",
+    "custom_logit_processor",
+    "require_reasoning",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_sampling_mask",
+    "session_params",
+    "session_id",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "data_parallel_rank",
+)
 
 
 class GenerateInput(msgspec.Struct, kw_only=True):
     """One call of generate as it came in: one prompt or a batch, not yet checked beyond its types.
 
-    Exactly one of text and input_ids. A single ``rid`` on a batch or with n > 1 becomes ``rid_0``, ``rid_1``, ...; lists have one entry per prompt.
+    Exactly one of text and input_ids. A single ``rid`` on a batch or with n > 1 becomes ``rid_0``, ``rid_1``, ...; lists have one
+    entry per prompt.
     """
 
     text: str | list[str] | None = None
@@ -64,9 +66,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
         for a known field that is not served.
         """
         given = {key: value for key, value in values.items() if value is not None}
-        for name in UNSUPPORTED.keys() & given.keys():
-            off = UNSUPPORTED[name]
-            if given[name] != off and not (off is None and given[name] == []):
+        for name in UNSUPPORTED:
+            if given.get(name):
                 raise RequestError(f"{name} is not supported.", param=name)
         try:
             return msgspec.convert(given, cls, strict=True)
@@ -103,14 +104,14 @@ class Output(msgspec.Struct, kw_only=True):
 class Generation:
     """The answer to one GenerateInput as it comes in. Use it on one event loop only.
 
-    ``async for output in generation`` gives the choices' deltas in order of arrival; what queued up for one choice while the consumer was slow
-    is one Output. Leaving the loop early, closing its iterator or cancelling its task aborts what has not finished; so does ``abort``,
-    which whoever drops a Generation without iterating it must call.
+    ``async for output in generation`` gives the choices' deltas in order of arrival; what queued up for one choice while the
+    consumer was slow is one Output. Leaving the loop early, closing its iterator or cancelling its task aborts what has not
+    finished. Whoever drops a Generation without iterating it must call ``abort``.
     """
 
     def __init__(self, rids: list[str], *, num_prompts: int, n: int, single: bool, abort: Callable[[list[str]], None]) -> None:
         self.rids = rids
-        self.prompts: list[list[int]] = []  # ids per output index, filled before start returns
+        self.packed_prompts: list[bytes] = []  # per output index, as pack_ids made them; filled before start returns
         self.n = n
         self.num_prompts = num_prompts
         self.is_single = single and n == 1
@@ -121,6 +122,15 @@ class Generation:
         self._pending: dict[int, Output] = {}
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+
+    @functools.cached_property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of the prompt of each output index."""
+        unpacked: dict[bytes, list[int]] = {}
+        for packed in self.packed_prompts:
+            if packed not in unpacked:
+                unpacked[packed] = unpack_ids(packed).tolist()
+        return [unpacked[packed] for packed in self.packed_prompts]
 
     @property
     def finished(self) -> bool:

@@ -1,82 +1,335 @@
-"""TokenizerManager: the front of the engine. Text and parameters in, checked requests to the scheduler, text out to whoever asked."""
+"""TokenizerManager: the front of the engine. Requests in, checked and tokenised, to the scheduler; text back to who asked."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import time
+import traceback
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 
 from .config import SchedulerInfo, TokenizerManagerConfig
-from .errors import EngineDeadError
-from .generation import GenerateInput, Generation
-from .io_struct import ControlReply
+from .control_calls import ControlCalls
+from .errors import EngineDeadError, RequestError
+from .generate_json import GenerateFormat
+from .generation import GenerateInput, Generation, Output
+from .health import Health, HealthMonitor
+from .io_struct import (
+    AbortReq,
+    ControlReply,
+    FinishReason,
+    FlushCacheReq,
+    GenerateReq,
+    Heartbeat,
+    InternalStateReq,
+    ShutdownReq,
+    TextOutput,
+    ToTokenizer,
+    unpack_ids,
+)
+from .ipc import AsyncReceiver, Sender
+from .request_table import Choice, RequestTable
+from .request_validator import RequestPlan, RequestValidator, TextEncoder
+from .tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+MAX_TOKENIZE_THREADS = 4
+FLUSH_RETRY = 0.05  # seconds between two tries of flush_cache
+IDLE_POLL = 0.02  # seconds
+STRAY_LOG_INTERVAL = 60.0  # seconds between two warnings about rows of unknown rids
 
 
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """alive: the loops turn; ready: new requests are taken; reason says why not. Ages are in seconds."""
+class Link:
+    """The manager's sockets, on one asyncio loop."""
 
-    alive: bool
-    ready: bool
-    reason: str
-    heartbeat_age: float
-    forward_age: float
-    num_running: int
-    num_waiting: int
+    def __init__(self, config: TokenizerManagerConfig) -> None:
+        self._config = config
+        self._context = zmq.Context()
+        self.receiver: AsyncReceiver[ToTokenizer] = AsyncReceiver(
+            zmq.asyncio.Context.shadow(self._context.underlying), config.ipc.tokenizer, ToTokenizer
+        )
+        self._sender = Sender(self._context, config.ipc.scheduler)
+
+    def send(self, message: msgspec.Struct) -> None:
+        self._sender.send(message)
+
+    def send_shutdown(self) -> None:
+        """Tell scheduler and detokenizer to exit."""
+        self._sender.send(ShutdownReq())
+        to_detokenizer = Sender(self._context, self._config.ipc.detokenizer)
+        to_detokenizer.send(ShutdownReq())
+        to_detokenizer.close()
+
+    def close(self) -> None:
+        """Blocks up to the senders' linger time if a reader has gone."""
+        self._sender.close()
+        self.receiver.close()
+        self._context.term()
 
 
 class TokenizerManager:
-    """Lives on one asyncio loop; ``start_loop`` must be called on it first. Only ``fail`` may be called from other threads."""
+    """Lives on one asyncio loop, on which ``start_loop`` is called first. Only ``fail`` and ``health`` are for any thread."""
 
-    def __init__(self, config: TokenizerManagerConfig, info: SchedulerInfo) -> None:
+    def __init__(self, config: TokenizerManagerConfig, info: SchedulerInfo, tokenizer: TextEncoder | None = None) -> None:
+        """``tokenizer`` None: load the one of config.tokenizer_path."""
         self.config = config
         self.info = info
         self.draining = False  # new requests get a 503
+        self.tokenizer: Any = Tokenizer.load(config.tokenizer_path) if tokenizer is None else tokenizer
+        self._validator = RequestValidator(config, info, self.tokenizer)
+        self._table = RequestTable()
+        self._monitor = HealthMonitor()
+        self._calls = ControlCalls(self._send)
+        self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
+        self._link: Link | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._error: EngineDeadError | None = None
+        self._stray_logged = -STRAY_LOG_INTERVAL
 
     def start_loop(self) -> None:
         """Bind the receiving socket on the running loop."""
-        raise NotImplementedError
+        self._loop = asyncio.get_running_loop()
+        self._link = Link(self.config)
+        self._monitor = HealthMonitor()
+        self._receiving = self._loop.create_task(self._receive(self._link))
+        self._receiving.add_done_callback(self._receive_ended)
+
+    # --- requests -----------------------------------------------------------------------------------------------------------------
 
     async def start(self, request: GenerateInput) -> Generation:
-        """Check, tokenise and send a request. Raises RequestError before anything is sent, EngineDeadError after a death."""
-        raise NotImplementedError
+        """Check, tokenise and send a request; nothing is sent before all of it is valid.
+
+        Raises RequestError that names the field, EngineDeadError after a death.
+        """
+        self._check_open()
+        plan = self._validator.plan(request)
+        generation = Generation(
+            plan.rids, num_prompts=plan.num_prompts, n=plan.n, single=plan.is_single_prompt, abort=self._abort_rids
+        )
+        self._table.add(plan, generation)
+        try:
+            messages = await asyncio.get_running_loop().run_in_executor(self._pool, self._validator.prepare, plan)
+            self._check_open()
+        except BaseException:
+            for rid in plan.rids:
+                self._table.remove(rid)
+            raise
+        generation.packed_prompts = [message.input_ids for message in messages]
+        if self.config.log_requests:
+            self._log_start(plan, messages)
+        for message in messages:
+            self._send_request(message)
+        return generation
+
+    def _send_request(self, message: GenerateReq) -> None:
+        choice = self._table.get(message.rid)
+        if choice is None:
+            return
+        if not choice.aborted:
+            choice.sent = True
+            self._send(message)
+            return
+        # Aborted while it was tokenised: the scheduler never hears of it.
+        output = Output(
+            index=choice.index,
+            text="",
+            token_ids=[],
+            finish_reason=FinishReason(kind="abort", message="Aborted before it was scheduled."),
+            prompt_tokens=len(unpack_ids(message.input_ids)),
+            completion_tokens=0,
+            cached_tokens=0,
+            num_retractions=0,
+        )
+        self._deliver(message.rid, choice, output)
 
     async def generate(self, request: GenerateInput) -> dict[str, Any] | list[dict[str, Any]]:
-        """The whole answer as the JSON of the native /generate."""
-        raise NotImplementedError
+        """The whole answer as the JSON of the native /generate: a dict for a single prompt with n == 1, else a list."""
+        return await self._format(await self.start(request), request).whole()
 
     def stream(self, generation: Generation, request: GenerateInput) -> AsyncIterator[dict[str, Any]]:
-        """The JSON chunks of the native /generate. Closing it early aborts."""
-        raise NotImplementedError
+        """The chunks of the native /generate. Closing the iterator early aborts; one never iterated needs ``generation.abort``."""
+        incremental = self.config.incremental_streaming_output if request.incremental is None else request.incremental
+        return self._format(generation, request).chunks(incremental=incremental)
+
+    def _format(self, generation: Generation, request: GenerateInput) -> GenerateFormat:
+        return GenerateFormat(
+            generation, weight_version=self.config.weight_version, with_prompt_ids=request.return_prompt_token_ids
+        )
 
     def abort(self, rid: str, abort_all: bool = False) -> int:
-        """Abort the request with this rid, or those it was expanded to; says how many choices."""
-        raise NotImplementedError
+        """Abort the request with exactly this rid, or the ones that a batch or n > 1 made of it; says how many choices that were.
+
+        Their consumers get a finishing Output of kind "abort". Unknown rids are no error, an empty one is.
+        """
+        if not rid and not abort_all:
+            raise RequestError("rid must not be empty, unless abort_all is true.", param="rid")
+        rids = self._table.rids() if abort_all else self._table.find(rid)
+        self._abort_rids(rids)
+        return len(rids)
+
+    def _abort_rids(self, rids: list[str]) -> None:
+        for rid in rids:
+            choice = self._table.get(rid)
+            if choice is not None and not choice.aborted:
+                choice.aborted = True
+                if choice.sent:
+                    self._send(AbortReq(rid=rid))
+
+    # --- control ------------------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, timeout: float = 0.0) -> ControlReply:
-        """Empty the prefix cache, waiting up to ``timeout`` seconds for the scheduler to be idle."""
-        raise NotImplementedError
+        """Empty the prefix cache, which needs an idle scheduler: tries for ``timeout`` seconds. success False: it was not idle."""
+        deadline = time.monotonic() + timeout
+        while True:
+            self._check_alive()
+            reply = await self._calls.call(lambda call_id: FlushCacheReq(call_id=call_id))
+            if reply.success or time.monotonic() >= deadline:
+                return reply
+            await asyncio.sleep(FLUSH_RETRY)
 
     async def internal_state(self) -> dict[str, Any]:
-        """The scheduler's state."""
-        raise NotImplementedError
+        """The scheduler's state. Waits while a forward pass keeps the scheduler busy."""
+        self._check_alive()
+        return (await self._calls.call(lambda call_id: InternalStateReq(call_id=call_id))).state
 
     def health(self) -> Health:
         """From heartbeats; costs no request."""
-        raise NotImplementedError
+        return self._monitor.health(dead=str(self._error or ""), draining=self.draining)
+
+    @property
+    def num_live(self) -> int:
+        """Choices that have not finished."""
+        return len(self._table)
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait until no request is live; False when ``timeout`` seconds passed."""
-        raise NotImplementedError
+        """Wait until no request is live; False when ``timeout`` seconds passed first."""
+        deadline = time.monotonic() + timeout
+        while self._table and time.monotonic() < deadline:
+            await asyncio.sleep(IDLE_POLL)
+        return not self._table
+
+    # --- the end ------------------------------------------------------------------------------------------------------------------
 
     def fail(self, error: EngineDeadError) -> None:
-        """Give every waiter, and every later call, this error. From any thread."""
-        raise NotImplementedError
+        """Give every waiter, and every later call, this error. From any thread; the first error stays."""
+        if self._error is None:
+            self._error = error
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._fail_waiters)
+
+    def _fail_waiters(self) -> None:
+        for generation in self._table.generations():
+            generation.fail(self._new_error())
+        self._table.clear()
+        self._calls.fail(self._new_error)
 
     def begin_shutdown(self) -> None:
-        """Tell the other processes to exit; waiters get EngineDeadError. They may still send until ``close``."""
-        raise NotImplementedError
+        """Tell the other processes to exit; waiters get EngineDeadError. Messages are still taken in until ``close``."""
+        self.draining = True
+        if self._error is None:
+            self._error = EngineDeadError("the engine was shut down")
+        self._fail_waiters()
+        if self._link is not None:
+            self._link.send_shutdown()
 
     async def close(self) -> None:
-        """Close the sockets and the thread pool. Idempotent."""
-        raise NotImplementedError
+        """Close sockets and thread pool. Idempotent."""
+        self.draining = True
+        if self._error is None:
+            self._error = EngineDeadError("the engine was shut down")
+        self._fail_waiters()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._link is None or self._receiving is None:
+            return
+        link, self._link = self._link, None
+        self._receiving.cancel()
+        await asyncio.wait([self._receiving])
+        link.close()
+
+    def _new_error(self) -> EngineDeadError:
+        """One exception object per waiter: raising one from several tasks would mix their tracebacks."""
+        error = self._error or EngineDeadError("the engine died")
+        return EngineDeadError(str(error), error.detail)
+
+    def _check_alive(self) -> None:
+        if self._error is not None:
+            raise self._new_error()
+
+    def _check_open(self) -> None:
+        self._check_alive()
+        if self.draining:
+            raise RequestError("The server is shutting down.", status_code=503, err_type="ServiceUnavailable")
+
+    # --- messages -----------------------------------------------------------------------------------------------------------------
+
+    def _send(self, message: msgspec.Struct) -> None:
+        if self._link is not None:
+            self._link.send(message)
+
+    async def _receive(self, link: Link) -> None:
+        while True:
+            message = await link.receiver.receive()
+            if isinstance(message, TextOutput):
+                self._take_rows(message)
+            elif isinstance(message, ControlReply):
+                self._calls.take(message)
+            elif isinstance(message, Heartbeat):
+                self._monitor.take(message)
+
+    def _receive_ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the receiving task: if it fails, all requests must know."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        detail = "".join(traceback.format_exception(error)) if error is not None else ""
+        self.fail(EngineDeadError(f"the tokenizer manager cannot receive: {error}", detail))
+
+    def _take_rows(self, rows: TextOutput) -> None:
+        ids = unpack_ids(rows.token_ids).tolist()
+        end = 0
+        for row, rid in enumerate(rows.rids):
+            start, end = end, end + rows.num_ids[row]
+            choice = self._table.get(rid)
+            if choice is None:
+                self._log_stray(rid)
+                continue
+            output = Output(
+                index=choice.index,
+                text=rows.texts[row],
+                token_ids=ids[start:end],
+                finish_reason=rows.finish_reasons[row],
+                prompt_tokens=rows.prompt_tokens[row],
+                completion_tokens=rows.completion_tokens[row],
+                cached_tokens=rows.cached_tokens[row],
+                num_retractions=rows.num_retractions[row],
+            )
+            self._deliver(rid, choice, output)
+
+    def _deliver(self, rid: str, choice: Choice, output: Output) -> None:
+        if output.finish_reason is not None:
+            self._table.remove(rid)
+        choice.generation.push(output)
+        if output.finish_reason is not None and self.config.log_requests:
+            log.info("Finish: rid=%s, %s, completion_tokens=%d", rid, output.finish_reason.kind, output.completion_tokens)
+
+    def _log_start(self, plan: RequestPlan, messages: list[GenerateReq]) -> None:
+        for message in messages:
+            num_tokens = len(unpack_ids(message.input_ids))
+            log.info(
+                "Receive: rid=%s, prompt_tokens=%d, stream=%s, %s", message.rid, num_tokens, plan.stream, message.sampling_params
+            )
+
+    def _log_stray(self, rid: str) -> None:
+        now = time.monotonic()
+        if now - self._stray_logged >= STRAY_LOG_INTERVAL:
+            self._stray_logged = now
+            log.warning("output for %r, which is not live, was dropped", rid)

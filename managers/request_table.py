@@ -1,0 +1,69 @@
+"""The live requests of a tokenizer manager, by rid and by the client's rid that they were made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .errors import RequestError
+from .generation import Generation
+from .request_validator import RequestPlan
+
+
+@dataclass(slots=True)
+class Choice:
+    """One live rid. It stays here until its finishing row arrives, even if its consumer has gone: a rid is not reused before."""
+
+    generation: Generation
+    index: int
+    family: str
+    sent: bool = False  # to the scheduler
+    aborted: bool = False
+
+
+class RequestTable:
+    """rid -> Choice."""
+
+    def __init__(self) -> None:
+        self._choices: dict[str, Choice] = {}
+        self._families: dict[str, set[str]] = {}  # the client's rid -> rids
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def add(self, plan: RequestPlan, generation: Generation) -> None:
+        """Enter all rids of a request, or none: RequestError if a name is taken."""
+        for name in {*plan.rids, *plan.families}:
+            if name in self._choices or name in self._families:
+                raise RequestError(f"rid: {name!r} is in use by a request that runs.", param="rid")
+        for index, (rid, family) in enumerate(zip(plan.rids, plan.families, strict=True)):
+            self._choices[rid] = Choice(generation, index, family)
+            self._families.setdefault(family, set()).add(rid)
+
+    def get(self, rid: str) -> Choice | None:
+        return self._choices.get(rid)
+
+    def remove(self, rid: str) -> None:
+        """Forget a rid; unknown ones are ignored."""
+        choice = self._choices.pop(rid, None)
+        if choice is None:
+            return
+        siblings = self._families[choice.family]
+        siblings.discard(rid)
+        if not siblings:
+            del self._families[choice.family]
+
+    def find(self, rid: str) -> list[str]:
+        """The live rids that a client means: exactly this one, or those that this one was expanded to."""
+        return [rid] if rid in self._choices else sorted(self._families.get(rid, ()))
+
+    def rids(self) -> list[str]:
+        return list(self._choices)
+
+    def generations(self) -> Iterable[Generation]:
+        """Each generation that has a live choice, once."""
+        return {id(choice.generation): choice.generation for choice in self._choices.values()}.values()
+
+    def clear(self) -> None:
+        self._choices.clear()
+        self._families.clear()

@@ -1,0 +1,246 @@
+"""The one place where a request is checked. What passes can run; what cannot is a RequestError that names the field.
+
+Two halves: ``plan`` is cheap and needs no tokenizer, so that rids are known at once; ``prepare`` may tokenise megabytes and runs
+on a worker thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+
+from .config import SchedulerInfo, TokenizerManagerConfig
+from .errors import RequestError, StartError
+from .generation import GenerateInput
+from .io_struct import GenerateReq, pack_ids
+from .sampling_params import SEED_RANGE, SamplingParams
+
+T = TypeVar("T")
+
+
+class TextEncoder(Protocol):
+    """What the validator needs of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Called from several threads."""
+
+
+class RequestPlan(msgspec.Struct, kw_only=True):
+    """A request with its batch shape and parameters checked. Lists have one entry per prompt, rids and families one per output."""
+
+    texts: list[str] | None
+    ids: list[Sequence[int]] | None
+    is_single_prompt: bool
+    n: int
+    params: list[SamplingParams]
+    explicit_limits: list[bool]  # the request itself brought max_new_tokens
+    extra_keys: list[str]
+    cache_salts: list[str]
+    rids: list[str]
+    families: list[str]  # the client's rid that each rid was made from
+    stream: bool
+    priority: int | None
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.params)
+
+
+class RequestValidator:
+    """Checks requests against one model and one pool."""
+
+    def __init__(self, config: TokenizerManagerConfig, info: SchedulerInfo, tokenizer: TextEncoder) -> None:
+        self._info = info
+        self._vocab_size = info.model.vocab_size
+        self._tokenizer = tokenizer
+        self._auto_truncate = config.allow_auto_truncate
+        self._random = random.Random(config.random_seed)
+        self._preferred = _preferred(config, self._vocab_size)
+
+    def plan(self, request: GenerateInput) -> RequestPlan:
+        """Check everything but the prompts' tokens."""
+        texts, ids, single = _prompts(request)
+        num_prompts = len(texts if texts is not None else ids or [])
+        given, shared = request.sampling_params, None
+        if isinstance(given, list):
+            params = [self._params(values) for values in _per_prompt(given, num_prompts, "sampling_params", {})]
+            explicit = ["max_new_tokens" in values for values in given]
+        else:
+            shared = self._params(given)
+            params, explicit = [shared] * num_prompts, ["max_new_tokens" in given] * num_prompts
+        n = params[0].n
+        if any(item.n != n for item in params):
+            raise RequestError("n must be the same for all prompts of a batch.", param="n")
+        rids, families = _rids(request.rid, num_prompts, n, single)
+        extra_keys = _per_prompt(request.extra_key, num_prompts, "extra_key", "")
+        cache_salts = _per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
+        _check_unicode(rid=families, extra_key=extra_keys, cache_salt=cache_salts, stop=[s for item in params for s in item.stop])
+        return RequestPlan(
+            texts=texts,
+            ids=ids,
+            is_single_prompt=single,
+            n=n,
+            params=params,
+            explicit_limits=explicit,
+            extra_keys=extra_keys,
+            cache_salts=cache_salts,
+            rids=rids,
+            families=families,
+            stream=request.stream,
+            priority=request.priority,
+        )
+
+    def prepare(self, plan: RequestPlan) -> list[GenerateReq]:
+        """Tokenise and check the prompts; one message per output, prompt-major. Safe on any thread."""
+        messages: list[GenerateReq] = []
+        for index in range(plan.num_prompts):
+            ids = self._prompt_ids(plan, index)
+            params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
+            packed = pack_ids(ids)
+            for sample in range(plan.n):
+                messages.append(
+                    GenerateReq(
+                        rid=plan.rids[index * plan.n + sample],
+                        input_ids=packed,
+                        sampling_params=msgspec.structs.replace(
+                            params, n=1, sampling_seed=self._seed(params.sampling_seed, sample)
+                        ),
+                        stream=plan.stream,
+                        extra_key=plan.extra_keys[index],
+                        cache_salt=plan.cache_salts[index],
+                        priority=plan.priority,
+                    )
+                )
+        return messages
+
+    def _params(self, given: dict[str, Any]) -> SamplingParams:
+        return SamplingParams.parse({**self._preferred, **given}, self._vocab_size)
+
+    def _prompt_ids(self, plan: RequestPlan, index: int) -> np.ndarray:
+        if plan.texts is not None:
+            _check_unicode(text=[plan.texts[index]])
+            ids, field = np.asarray(self._tokenizer.encode(plan.texts[index]), dtype=np.int64), "text"
+        else:
+            ids, field = _as_ids(plan.ids[index] if plan.ids is not None else []), "input_ids"
+        if not len(ids):
+            raise RequestError(f"{field} must not be empty.", param=field)
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab_size))
+        if len(wrong):
+            raise RequestError(
+                f"input_ids must be in [0, {self._vocab_size - 1}], got {ids[wrong[0]]} at position {wrong[0]}.", param=field
+            )
+        limit, context_len = self._info.max_req_input_len, self._info.model.context_len
+        if len(ids) <= limit:
+            return ids
+        if self._auto_truncate:
+            return ids[:limit]
+        if len(ids) >= context_len:
+            raise RequestError(
+                f"The input ({len(ids)} tokens) is longer than the model's context length ({context_len} tokens).", param=field
+            )
+        raise RequestError(f"The input ({len(ids)} tokens) is longer than the KV cache can serve ({limit} tokens).", param=field)
+
+    def _limit(self, params: SamplingParams, prompt_len: int, *, explicit: bool) -> SamplingParams:
+        """max_new_tokens cut to the room that is left; an explicit value beyond the model's context is refused."""
+        context_len = self._info.model.context_len
+        wanted = params.max_new_tokens
+        if explicit and wanted is not None and prompt_len + wanted > context_len and not self._auto_truncate:
+            raise RequestError(
+                f"Requested token count exceeds the model's maximum context length of {context_len} tokens. You requested a total"
+                f" of {prompt_len + wanted} tokens: {prompt_len} tokens of input and {wanted} tokens of output.",
+                param="max_new_tokens",
+            )
+        room = max(0, min(context_len, self._info.max_req_len) - prompt_len)
+        limit = room if wanted is None else min(wanted, room)
+        if params.min_new_tokens > limit:
+            raise RequestError(
+                f"min_new_tokens must be in [0, max_new_tokens({limit})], got {params.min_new_tokens}.", param="min_new_tokens"
+            )
+        return msgspec.structs.replace(params, max_new_tokens=limit)
+
+    def _seed(self, given: int | None, sample: int) -> int:
+        if given is None:
+            return self._random.getrandbits(63)  # atomic
+        if sample == 0:
+            return given
+        digest = hashlib.blake2b(f"{given}/{sample}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % SEED_RANGE
+
+
+def _check_unicode(**fields: list[str]) -> None:
+    """Refuse lone surrogates: JSON can carry them, UTF-8 cannot."""
+    for name, values in fields.items():
+        try:
+            for value in set(values):
+                value.encode()
+        except UnicodeEncodeError:
+            raise RequestError(f"{name} is not valid Unicode.", param=name) from None
+
+
+def _preferred(config: TokenizerManagerConfig, vocab_size: int) -> dict[str, Any]:
+    values = msgspec.json.decode(config.preferred_sampling_params, type=dict[str, Any])
+    try:
+        SamplingParams.parse(values, vocab_size)
+    except RequestError as error:
+        raise StartError(f"--preferred-sampling-params: {error}") from None
+    return values
+
+
+def _prompts(request: GenerateInput) -> tuple[list[str] | None, list[Sequence[int]] | None, bool]:
+    """The prompts as texts or as ids, and whether the request had the form of a single prompt."""
+    if (request.text is None) == (request.input_ids is None):
+        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+    if request.text is not None:
+        single = isinstance(request.text, str)
+        texts: list[str] = [request.text] if isinstance(request.text, str) else request.text
+        if not texts or not all(texts):
+            raise RequestError("text must not be empty.", param="text")
+        return texts, None, single
+    given = request.input_ids
+    if not given:
+        raise RequestError("input_ids must not be empty.", param="input_ids")
+    rows: list[Any] = list(given)
+    single = isinstance(rows[0], int)  # a mixture is refused by _as_ids
+    return None, ([rows] if single else rows), single
+
+
+def _as_ids(values: Sequence[int]) -> np.ndarray:
+    try:
+        ids = np.asarray(values)
+    except ValueError:  # ragged
+        ids = np.empty((0, 0))
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise RequestError("input_ids must be a list of token ids, or a list of such lists.", param="input_ids")
+    return ids
+
+
+def _per_prompt(given: T | list[T] | None, num_prompts: int, name: str, default: T) -> list[T]:
+    if not isinstance(given, list):
+        return [default if given is None else given] * num_prompts
+    if len(given) != num_prompts:
+        raise RequestError(f"{name} has {len(given)} entries for {num_prompts} prompts.", param=name)
+    return given
+
+
+def _rids(given: str | list[str] | None, num_prompts: int, n: int, single: bool) -> tuple[list[str], list[str]]:
+    """rid of each output, and the rid of the client that it belongs to."""
+    if given is None:
+        rids = [uuid.uuid4().hex for _ in range(num_prompts * n)]
+        return rids, rids
+    if isinstance(given, str) and not (single and n == 1):
+        rids, families = [f"{given}_{index}" for index in range(num_prompts * n)], [given] * (num_prompts * n)
+    else:
+        bases = _per_prompt(given, num_prompts, "rid", "")
+        rids = [base if n == 1 else f"{base}_{sample}" for base in bases for sample in range(n)]
+        families = [base for base in bases for _ in range(n)]
+    if not all(families):
+        raise RequestError("rid must not be empty.", param="rid")
+    if len(set(rids)) < len(rids):
+        raise RequestError("rid: the same one twice in a batch.", param="rid")
+    return rids, families
