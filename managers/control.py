@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 from .config import SchedulerConfig
 from .invariants import check_memory
 from .io_struct import (
@@ -18,7 +16,6 @@ from .io_struct import (
     GenerateReq,
     InternalStateReq,
     ShutdownReq,
-    TokenOutput,
     ToScheduler,
 )
 from .ipc import Receiver
@@ -94,12 +91,7 @@ class Control:
         reason = FinishReason(
             kind="abort", message=f"The request could not be queued: {error}", status_code=500, err_type="InternalServerError"
         )
-        req = Req(
-            rid=message.rid,
-            params=message.sampling_params,
-            token_ids=np.empty(0, np.int32),
-        )
-        self._scheduler.outputs.emit_waiting(req, reason)
+        self._scheduler.outputs.refuse(message, reason)
 
     def _abort(self, message: AbortReq) -> None:
         rids = list(self._scheduler.live) if message.abort_all else [message.rid]

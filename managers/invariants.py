@@ -30,19 +30,21 @@ def balance(memory: Memory) -> dict[str, int]:
 
 
 def check_memory(memory: Memory, *, strict: bool) -> None:
-    """Raise MemoryBreach if the books do not balance and strict is set; otherwise log the breach. With no seated request nothing may be
-    locked and every row must be free."""
+    """Raise MemoryBreach if the books do not balance and strict is set; otherwise log the breach.
+
+    With no seated request nothing may be locked and every row must be free.
+    """
     books = balance(memory)
     owned = books["free"] + books["evictable"] + books["protected"] + books["private"]
     seated = len(memory.table.seated())
-    rows = memory.table.pool.available + seated
+    num_rows, free_rows = len(memory.table.reqs) - 1, memory.table.pool.available
     problems = []
     if owned != books["total"]:
         problems.append(f"slots do not balance: {books}")
     if not seated and books["protected"]:
         problems.append(f"{books['protected']} cached tokens are locked by nobody")
-    if rows != memory.table.pool.num_rows:
-        problems.append(f"rows do not balance: {memory.table.pool.available} free + {seated} seated != {memory.table.pool.num_rows}")
+    if free_rows + seated != num_rows:
+        problems.append(f"rows do not balance: {free_rows} free + {seated} seated != {num_rows}")
     if not problems:
         return
     text = "; ".join(problems)

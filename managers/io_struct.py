@@ -1,6 +1,7 @@
 """Every message between the processes, defined once.
 
-Token ids travel as the bytes of little-endian int32 arrays; outputs of a step travel by column. ``managers.ipc`` encodes and decodes.
+Token ids travel as the bytes of little-endian int32 arrays; outputs of a step travel by column. ``managers.ipc`` encodes and
+decodes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Message(msgspec.Struct, tag=True, array_like=True, kw_only=True):
 class FinishReason(msgspec.Struct, array_like=True, kw_only=True):
     """Why a request ended.
 
-    kind: "stop" (matched is the stop token id or the stop string), "length", or "abort" (message, status_code and err_type say more).
+    kind: "stop" (matched is the stop token id or the stop string), "length", or "abort" (message, status_code and err_type say
+    more).
     """
 
     kind: str

@@ -1,7 +1,7 @@
 """LiveTable: everything a step must know of the requests that have a row, as arrays indexed by row.
 
-A decode step updates these arrays in place, so that its cost hardly grows with the number of requests. For a request of n prompt tokens
-the lengths obey (in tokens of its sequence, prompt and output together):
+A decode step updates these arrays in place, so that its cost hardly grows with the number of requests. The lengths, in tokens of
+a sequence (prompt and output together), obey:
 
     0 <= confirmed_lens <= kv_lens <= launched_lens <= limits,   known_lens <= launched_lens
 

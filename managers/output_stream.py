@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .io_struct import DecodeOptions, FinishReason, TokenOutput, pack_ids
+from .io_struct import DecodeOptions, FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
 from .live_table import LiveTable
 from .req import NOT_ANNOUNCED, Req
+from .sampling_params import SamplingParams
 
 FLUSH_INTERVAL = 50  # tokens between two rows of a request that does not stream
 
@@ -80,13 +81,32 @@ class OutputStream:
             )
         )
 
+    def refuse(self, message: GenerateReq, reason: FinishReason) -> None:
+        """The only row of a request that could not be queued."""
+        self._send(
+            TokenOutput(
+                rids=[message.rid],
+                token_ids=b"",
+                num_ids=[0],
+                finish_reasons=[reason],
+                prompt_tokens=[len(unpack_ids(message.input_ids))],
+                completion_tokens=[0],
+                cached_tokens=[0],
+                num_retractions=[0],
+                options=[(0, _decode_options(message.sampling_params))],
+            )
+        )
+
     @staticmethod
     def _announce(req: Req) -> DecodeOptions:
         req.num_sent = 0
-        params = req.params
-        return DecodeOptions(
-            stop=params.stop,
-            skip_special_tokens=params.skip_special_tokens,
-            spaces_between_special_tokens=params.spaces_between_special_tokens,
-            no_stop_trim=params.no_stop_trim,
-        )
+        return _decode_options(req.params)
+
+
+def _decode_options(params: SamplingParams) -> DecodeOptions:
+    return DecodeOptions(
+        stop=params.stop,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+        no_stop_trim=params.no_stop_trim,
+    )

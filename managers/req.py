@@ -17,8 +17,8 @@ NOT_ANNOUNCED = -1
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """A request that waits has row 0 and its tokens in token_ids; one that is seated has a row of the LiveTable, which holds its tokens
-    and lengths. cached_tokens counts the prompt tokens found in the cache at its first admission, None before that."""
+    """A request that waits has row 0 and its tokens in token_ids; one that is seated has a row of the LiveTable, which holds its
+    tokens and lengths. cached_tokens counts the prompt tokens found in the cache at its first admission, None before that."""
 
     rid: str
     params: SamplingParams

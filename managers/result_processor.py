@@ -28,9 +28,7 @@ class Finish(Protocol):
 class ResultProcessor:
     """finish(req) releases a request that ended; keep(req) shares the prompt KV of one that goes on."""
 
-    def __init__(
-        self, table: LiveTable, outputs: OutputStream, finish: Finish, keep: Callable[[Req], None]
-    ) -> None:
+    def __init__(self, table: LiveTable, outputs: OutputStream, finish: Finish, keep: Callable[[Req], None]) -> None:
         self._table = table
         self._outputs = outputs
         self._finish = finish

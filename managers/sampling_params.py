@@ -1,7 +1,7 @@
 """SamplingParams: how one request is sampled and when it stops, and the only place where that is validated.
 
-Order of the sampler: banned tokens (min_new_tokens) -> temperature -> top_k -> top_p over what top_k kept, renormalised -> min_p relative
-to the best token -> one draw by inverse CDF, from a hash of (seed, position).
+Order of the sampler: banned tokens (min_new_tokens) -> temperature -> top_k -> top_p over what top_k kept, renormalised -> min_p
+relative to the best token -> one draw by inverse CDF, from a hash of (seed, position).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Scheduler: which requests run in the next step. One per rank; it owns the waiting queue, the live table and the prefix cache.
 
-Three verbs: ``next_batch`` decides, ``launch`` starts the forward step, ``absorb`` takes its results in. A decision depends on messages and
-on what follows from them, never on a clock or on chance.
+Three verbs: ``next_batch`` decides, ``launch`` starts the forward step, ``absorb`` takes its results in. A decision depends on
+messages and on what follows from them, never on a clock or on chance.
 """
 
 from __future__ import annotations
@@ -93,11 +93,15 @@ class Scheduler:
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
         """Wait for the step and take its results in. A step that raised fails the requests that were in it, and only those."""
         try:
-            output = handle.wait()
+            with self.stats.waiting():
+                output = handle.wait()
         except Exception as error:
             logger.exception("a forward step failed; its %d requests are aborted", len(batch.rows))
             reason = FinishReason(
-                kind="abort", message=f"The forward pass failed: {type(error).__name__}.", status_code=500, err_type="InternalServerError"
+                kind="abort",
+                message=f"The forward pass failed: {type(error).__name__}.",
+                status_code=500,
+                err_type="InternalServerError",
             )
             self.results.fail(batch, reason)
         else:
@@ -234,16 +238,16 @@ class Scheduler:
     def _next_decode(self, *, in_flight: bool) -> ScheduleBatch | None:
         if not len(self.running):
             return None
-        force = self.faults.every("retract_every") and len(self.running) > 1
-        slots = None if force else self._alloc_decode()
-        if slots is None:
-            if in_flight:
-                return None
-            slots = self._retract_until_it_fits(force=force)
+        forced = self.faults.every("retract_every") and len(self.running) > 1
+        slots = None if forced else self._alloc_decode()
+        if slots is not None:
+            self.ratio.decay()
+        elif in_flight:
+            return None
+        else:
+            slots = self._retract_until_it_fits()
             if slots is None:
                 return None
-        else:
-            self.ratio.decay()
         batch = build_decode(self.memory.table, self.running, slots)
         table = self.memory.table
         self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
@@ -259,24 +263,25 @@ class Scheduler:
         self._make_room(allocator.decode_cost(seq_lens))
         return allocator.alloc_decode(seq_lens, table.pool.table[self.running, seq_lens - 2])
 
-    def _retract_until_it_fits(self, *, force: bool) -> np.ndarray | None:
-        """Send requests back to the queue until the rest can decode. Only called when every launched step is absorbed."""
-        table = self.memory.table
-        if self.chunked is not None:
-            self._retract(self.chunked)
-        order = retraction_order(table.known_lens[self.running] - table.prompt_lens[self.running], table.prompt_lens[self.running])
-        for row in self.running[order]:
-            slots = None if force else self._alloc_decode()
-            if slots is not None:
-                return slots
-            if len(self.running) == 1:
-                break
-            self._retract(table.req(int(row)))
+    def _retract_until_it_fits(self) -> np.ndarray | None:
+        """Send requests back to the queue, at least one, until the rest can decode. The last one stays: alone it always fits.
+
+        Only called when every launched step is absorbed.
+        """
+        table, slots = self.memory.table, None
+        outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
+        order = retraction_order(outputs, table.prompt_lens[self.running])
+        victims = [self.chunked] if self.chunked else []
+        victims += [table.req(int(row)) for row in self.running[order[:-1]]]
+        for req in victims:
+            self._retract(req)
             self.faults.served("retract_every")
-            force = False
+            slots = self._alloc_decode()
+            if slots is not None:
+                break
         outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
         self.ratio.retracted(outputs, table.limits[self.running] - table.prompt_lens[self.running])
-        return self._alloc_decode()
+        return slots
 
     def _retract(self, req: Req) -> None:
         req.num_retractions += 1

@@ -17,7 +17,7 @@ from ..mem_cache.allocator import SlotAllocator
 from ..mem_cache.prefix_cache import NoPrefixCache, PrefixCache
 from ..mem_cache.radix_cache import RadixCache
 from ..mem_cache.req_to_token import ReqToTokenPool
-from ..mem_cache.sizing import default_max_running_requests, max_request_len
+from ..mem_cache.sizing import max_prompt_len, max_req_len, max_running_requests
 from ..model_executor.factory import create_runner
 from ..model_executor.step import Runner
 from .config import SchedulerConfig, SchedulerInfo
@@ -40,8 +40,7 @@ DEFAULT_CHUNK = {"cpu": 512, "cuda": 4096}
 
 
 def run_scheduler(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Serve until ShutdownReq. ready(info) is called once the first request could be served; whatever raises before or after ends the
-    process."""
+    """Serve until ShutdownReq. ready(info) is called once the first request could be served; what raises ends the process."""
     faults = Faults.from_env()
     if faults.value("load_fail"):
         raise RuntimeError("BANYAN_FAULTS: load_fail")
@@ -75,28 +74,27 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
     model, page_size = runner.info, config.runner.page_size
     explain = dict(model.explain)
     total = runner.max_cache_tokens()
-    max_len = max_request_len(model.context_len, total, page_size)
-    if config.max_running_requests is None:
-        max_running = default_max_running_requests(total, model.context_len, device=model.device)
-        explain["max_running_requests"] = f"{max_running}, from {total} slots and a context of {model.context_len} on {model.device}"
-    else:
-        max_running = max(min(config.max_running_requests, total // 2), 1)
-        explain["max_running_requests"] = f"{max_running}, as given (at most half of {total} slots)"
+    max_len = max_req_len(model.context_len, total, page_size)
+    max_running = max_running_requests(total, model.context_len, user_limit=config.max_running_requests, cpu=model.device == "cpu")
+    why = "derived" if config.max_running_requests is None else "as given"
+    explain["max_running_requests"] = f"{max_running}, {why}, for {total} slots and a context of {model.context_len}"
     chunk = _chunk_size(config, model.device, explain)
     overlap = config.runner.overlap
-    explain["overlap"] = f"{'on' if overlap else 'off'}"
+    explain["overlap"] = "on" if overlap else "off, as given"
     pool = ReqToTokenPool(max_running, max_len + page_size)
     runner.init_cache(total, pool.table)
     allocator = SlotAllocator(total, page_size)
     cache: PrefixCache = (
-        NoPrefixCache(allocator) if config.disable_radix_cache else RadixCache(allocator, eviction_policy=config.radix_eviction_policy)
+        NoPrefixCache(allocator)
+        if config.disable_radix_cache
+        else RadixCache(allocator, eviction_policy=config.radix_eviction_policy)
     )
     eos_mask = np.zeros(model.vocab_size, np.bool_)
     eos_mask[[i for i in {*model.eos_token_ids, *tokenizer.eos_token_ids} if i < model.vocab_size]] = True
     info = SchedulerInfo(
         model=model,
         max_total_num_tokens=total,
-        max_req_input_len=max_len - 1,
+        max_req_input_len=max_prompt_len(model.context_len, total, page_size),
         max_req_len=max_len,
         max_running_requests=max_running,
         page_size=page_size,
@@ -112,7 +110,7 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler over parts that exist."""
     stats = SchedulerStats(decode_log_interval=config.decode_log_interval)
-    scheduler = Scheduler(
+    return Scheduler(
         memory=memory,
         runner=runner,
         policy=SchedulePolicy(
@@ -125,7 +123,6 @@ def build_scheduler(
         stats=stats,
         faults=Faults.from_env(),
     )
-    return scheduler
 
 
 def _chunk_size(config: SchedulerConfig, device: str, explain: dict[str, str]) -> int | None:
@@ -141,7 +138,7 @@ def _chunk_size(config: SchedulerConfig, device: str, explain: dict[str, str]) -
 
 @dataclass
 class Pulse:
-    """Tells the tokenizer manager once a second that the loop turns, from a thread of its own: a forward pass of a minute is no death."""
+    """Tells the tokenizer manager once a second how the loop does, from a thread of its own: a long forward pass is no death."""
 
     scheduler: Scheduler
     last_turn: float = 0.0
@@ -154,14 +151,16 @@ class Pulse:
         sender = Sender(context, address)
         try:
             while True:
-                sender.send(
-                    Heartbeat(
-                        loop_age=max(time.monotonic() - self.last_turn, 0.0),
-                        forward_age=0.0,
-                        num_running=len(self.scheduler.live) - len(self.scheduler.waiting),
-                        num_waiting=len(self.scheduler.waiting),
-                    )
-                )
+                sender.send(self._heartbeat(time.monotonic()))
                 time.sleep(HEARTBEAT_INTERVAL)
         except zmq.ZMQError:
             return
+
+    def _heartbeat(self, now: float) -> Heartbeat:
+        scheduler, since = self.scheduler, self.scheduler.stats.waiting_since
+        return Heartbeat(
+            loop_age=max(now - self.last_turn, 0.0),
+            forward_age=max(now - since, 0.0) if since else 0.0,
+            num_running=len(scheduler.live) - len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting),
+        )

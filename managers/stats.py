@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,18 @@ class SchedulerStats:
     num_aborted: int = 0
     gen_throughput: float = 0.0  # output tokens per second over the last log interval
     loads: Callable[[], str] = field(default=lambda: "")
+    waiting_since: float = 0.0  # when the wait for the forward step under way began, 0 if there is none
     _interval_start: float = field(default_factory=time.monotonic)
     _interval_tokens: int = 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the wait for a forward step."""
+        self.waiting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waiting_since = 0.0
 
     def prefill(self, *, num_reqs: int, num_new: int, num_cached: int) -> None:
         """A prefill step was launched."""
@@ -33,7 +44,9 @@ class SchedulerStats:
         self.num_prefill_tokens += num_new
         self.num_cached_tokens += num_cached
         if logger.isEnabledFor(logging.INFO):
-            logger.info("Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s", num_reqs, num_new, num_cached, self.loads())
+            logger.info(
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s", num_reqs, num_new, num_cached, self.loads()
+            )
 
     def decode(self, *, num_reqs: int) -> None:
         """A decode step was launched."""
@@ -45,4 +58,9 @@ class SchedulerStats:
             self.gen_throughput = self._interval_tokens / max(now - self._interval_start, 1e-9)
             self._interval_start, self._interval_tokens = now, 0
             if logger.isEnabledFor(logging.INFO):
-                logger.info("Decode batch, #running-req: %d, gen throughput (token/s): %.2f, %s", num_reqs, self.gen_throughput, self.loads())
+                logger.info(
+                    "Decode batch, #running-req: %d, gen throughput (token/s): %.2f, %s",
+                    num_reqs,
+                    self.gen_throughput,
+                    self.loads(),
+                )

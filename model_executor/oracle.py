@@ -1,9 +1,10 @@
 """The token oracle: a Runner without a model, so that everything but the model is tested in milliseconds.
 
-Like a model, its next token is a function of the whole context and of nothing else, and it reads the context through req_to_token and
-the slots: it keeps one id per slot as its "KV". So a slot that is shared wrongly, freed too early or written twice shows in the output.
+Like a model, its next token is a function of the whole context and of nothing else, and it reads the context through req_to_token
+and the slots: it keeps one id per slot as its "KV". So a slot that is shared wrongly, freed too early or written twice shows in
+the output.
 
-A prompt that starts with ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its output is id_1 .. id_n, then the end-of-sequence token.
+A prompt that is ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its output is id_1 .. id_n, then the end-of-sequence token.
 """
 
 from __future__ import annotations

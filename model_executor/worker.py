@@ -61,8 +61,8 @@ class InlineWorker:
 
 
 class ThreadWorker:
-    """One thread runs all calls: the only thread of its process that runs parallel regions of OpenMP, whose idle workers would otherwise
-    spin once per calling thread."""
+    """One thread runs all calls: the only thread of its process that runs parallel regions of OpenMP, whose idle workers would
+    otherwise spin once per calling thread."""
 
     def __init__(self, name: str = "forward") -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -1,0 +1,325 @@
+"""The scheduler over the token oracle, turn by turn: every phase of a request can be reached exactly, without a sleep."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from banyan.managers.config import RunnerConfig, SchedulerConfig
+from banyan.managers.event_loop import NormalLoop, OverlapLoop
+from banyan.managers.faults import Faults
+from banyan.managers.invariants import check_memory
+from banyan.managers.io_struct import FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
+from banyan.managers.ipc import IpcNames
+from banyan.managers.req import Req
+from banyan.managers.sampling_params import SamplingParams
+from banyan.managers.scheduler_process import build_memory, build_scheduler
+from banyan.model_executor.oracle import OracleRunner
+
+VOCAB = 512
+EOS = 2
+SCRIPT = VOCAB - 1
+IPC = IpcNames(directory="", scheduler="", detokenizer="", tokenizer="")
+TOKENIZER: Any = SimpleNamespace(eos_token_ids=[])
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": EOS,
+    "bos_token_id": 1,
+    "torch_dtype": "float32",
+}
+
+
+class Harness:
+    """A scheduler, its loop and what it sent."""
+
+    def __init__(self, folder: Path, *, overlap: bool, page_size: int, faults: dict[str, float] | None = None, **options: Any) -> None:
+        runner = RunnerConfig(
+            model_path=str(folder), load_format="oracle", page_size=page_size, overlap=overlap, max_total_tokens=options.pop("total", 2048)
+        )
+        config = SchedulerConfig(ipc=IPC, runner=runner, tokenizer_path="", **{"max_running_requests": 8, **options})
+        self.runner = OracleRunner(runner)
+        self.info, self.memory = build_memory(config, self.runner, TOKENIZER)
+        self.scheduler = build_scheduler(config, self.info, self.memory, self.runner, self._take)
+        self.scheduler.faults = Faults(faults)
+        self.loop = (OverlapLoop if overlap else NormalLoop)(self.scheduler, lambda idle: None)
+        self.ids: dict[str, list[int]] = {}
+        self.reasons: dict[str, FinishReason] = {}
+        self.cached: dict[str, int] = {}
+        self.arrivals = itertools.count()
+
+    def _take(self, output: TokenOutput) -> None:
+        ids = iter(unpack_ids(output.token_ids).tolist())
+        announced = {output.rids[row] for row, _ in output.options}
+        for row, rid in enumerate(output.rids):
+            assert rid not in self.reasons, "output after the last row"
+            assert (rid in announced) == (rid not in self.ids), "options travel with the first row and only there"
+            self.ids.setdefault(rid, []).extend(itertools.islice(ids, output.num_ids[row]))
+            assert output.completion_tokens[row] == len(self.ids[rid])
+            assert 0 <= output.cached_tokens[row] <= output.prompt_tokens[row]
+            self.cached[rid] = output.cached_tokens[row]
+            if output.finish_reasons[row] is not None:
+                self.reasons[rid] = output.finish_reasons[row]
+        assert next(ids, None) is None
+
+    def submit(self, rid: str, prompt: list[int], *, stream: bool = False, extra_key: str = "", **params: Any) -> None:
+        message = GenerateReq(
+            rid=rid,
+            input_ids=pack_ids(prompt),
+            sampling_params=SamplingParams.parse({"max_new_tokens": 8, "temperature": 0, **params}, VOCAB),
+            stream=stream,
+            extra_key=extra_key,
+        )
+        self.scheduler.add(Req.from_message(message, arrival=next(self.arrivals), weight_version="default", tokenizer=TOKENIZER))
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.turn()
+            check_memory(self.memory, strict=True)
+
+    def drain(self, limit: int = 3000) -> None:
+        for _ in range(limit):
+            self.turn()
+            if self.scheduler.is_idle():
+                self.turn(2)
+                self.memory.cache.check() if hasattr(self.memory.cache, "check") else None
+                return
+        raise AssertionError("the scheduler does not come to rest")
+
+    def close(self) -> None:
+        self.runner.close()
+
+
+def expected(prompt: list[int], num_new: int) -> list[int]:
+    """What the oracle says of a prompt, computed from its definition."""
+    ids = list(prompt)
+    for _ in range(num_new):
+        digest = sum((token + 1) * pow(0x9E3779B97F4A7C15, i, 2**64) for i, token in enumerate(ids)) % 2**64
+        ids.append((digest >> 17) % (VOCAB - 1))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB - 1, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("oracle")
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(params=[(False, 1), (False, 16), (True, 1), (True, 16)], ids=lambda p: f"{'overlap' if p[0] else 'normal'}-page{p[1]}")
+def make(request: pytest.FixtureRequest, folder: Path) -> Any:
+    overlap, page_size = request.param
+    made: list[Harness] = []
+
+    def build(**options: Any) -> Harness:
+        made.append(Harness(folder, overlap=overlap, page_size=page_size, **options))
+        return made[-1]
+
+    yield build
+    for harness in made:
+        harness.close()
+
+
+def test_outputs_follow_from_the_context_alone(make: Any) -> None:
+    harness = make()
+    prompts = {f"r{i}": prompt_of(i, 5 + 13 * i) for i in range(12)}
+    for rid, prompt in prompts.items():
+        harness.submit(rid, prompt, max_new_tokens=20)
+    harness.drain()
+    for rid, prompt in prompts.items():
+        assert harness.ids[rid] == expected(prompt, 20)
+        assert harness.reasons[rid].kind == ("stop" if harness.ids[rid][-1] == EOS else "length")
+
+
+@pytest.mark.parametrize("options", [{"chunked_prefill_size": 32}, {"chunked_prefill_size": -1}, {"disable_radix_cache": True}, {"schedule_policy": "lpm"}])
+def test_outputs_do_not_depend_on_options(make: Any, options: dict[str, Any]) -> None:
+    harness = make(**options)
+    shared = prompt_of(99, 100)
+    prompts = {f"r{i}": shared[: 20 * (i % 6)] + prompt_of(i, 30) for i in range(10)}
+    for rid, prompt in prompts.items():
+        harness.submit(rid, prompt, max_new_tokens=10, stream=True)
+        harness.turn()
+    harness.drain()
+    assert harness.ids == {rid: expected(prompt, 10) for rid, prompt in prompts.items()}
+
+
+@pytest.mark.parametrize("faults", [{"retract_every": 3}, {"alloc_fail": 0.7}, {"retract_every": 2, "alloc_fail": 0.4}])
+def test_outputs_survive_retraction(make: Any, faults: dict[str, float]) -> None:
+    harness = make(faults=faults, chunked_prefill_size=32)
+    prompts = {f"r{i}": prompt_of(i, 40) for i in range(10)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        harness.submit(rid, prompt, max_new_tokens=25, stream=bool(i % 2))
+    harness.drain()
+    assert harness.scheduler.stats.num_retracted > 0
+    assert harness.ids == {rid: expected(prompt, 25) for rid, prompt in prompts.items()}
+
+
+def test_a_pool_too_small_for_all_retracts_and_loses_nothing(make: Any) -> None:
+    harness = make(total=256, schedule_conservativeness=0.1)
+    prompts = {f"r{i}": prompt_of(i, 20) for i in range(8)}
+    for rid, prompt in prompts.items():
+        harness.submit(rid, prompt, max_new_tokens=100, ignore_eos=True)
+    harness.drain()
+    assert harness.scheduler.stats.num_retracted > 0
+    for rid, prompt in prompts.items():
+        assert len(harness.ids[rid]) == 100
+        stop = expected(prompt, 100)
+        assert harness.ids[rid][: len(stop)] == stop
+
+
+def test_second_request_hits_the_shared_prefix(make: Any) -> None:
+    harness = make()
+    page = harness.info.page_size
+    shared = prompt_of(1, 1000)
+    harness.submit("a", shared + [7])
+    harness.drain()
+    harness.submit("b", shared + [9])
+    harness.drain()
+    assert harness.cached == {"a": 0, "b": 1000 // page * page}
+    assert harness.ids["b"] == expected(shared + [9], 8)
+
+
+def test_the_key_separates_tenants(make: Any) -> None:
+    harness = make()
+    prompt = prompt_of(1, 64)
+    for rid, key in [("a", "x"), ("b", "y"), ("c", "x")]:
+        harness.submit(rid, prompt + [5], extra_key=key)
+        harness.drain()
+    assert harness.cached["b"] == 0
+    assert harness.cached["c"] == 64
+
+
+@pytest.mark.parametrize("max_new_tokens", [0, 1])
+def test_requests_that_end_with_their_prompt_free_their_rows(make: Any, max_new_tokens: int) -> None:
+    harness = make(max_running_requests=2)
+    for i in range(5):
+        harness.submit(f"r{i}", prompt_of(i, 10), max_new_tokens=max_new_tokens)
+    harness.drain(limit=30)
+    assert all(harness.reasons[f"r{i}"] == FinishReason(kind="length", length=max_new_tokens) for i in range(5))
+
+
+def test_scripts_end_by_eos_stop_token_or_length(make: Any) -> None:
+    harness = make()
+    script = [SCRIPT, 6, 10, 11, 12, 13, 14, 15]
+    harness.submit("eos", script, max_new_tokens=20)
+    harness.submit("token", script, max_new_tokens=20, stop_token_ids=[12])
+    harness.submit("length", script, max_new_tokens=4)
+    harness.submit("ignore", [SCRIPT, 3, 10, EOS, 11], max_new_tokens=3, ignore_eos=True)
+    harness.drain()
+    assert harness.ids == {"eos": [10, 11, 12, 13, 14, 15, EOS], "token": [10, 11, 12], "length": [10, 11, 12, 13], "ignore": [10, EOS, 11]}
+    assert harness.reasons["eos"] == FinishReason(kind="stop", matched=EOS)
+    assert harness.reasons["token"] == FinishReason(kind="stop", matched=12)
+    assert harness.reasons["length"] == FinishReason(kind="length", length=4)
+
+
+def test_min_new_tokens_bans_every_stop_token(make: Any) -> None:
+    harness = make()
+    harness.submit("r", [SCRIPT, 4, EOS, 12, 10, 12], max_new_tokens=20, min_new_tokens=2, stop_token_ids=[12])
+    harness.drain()
+    assert harness.ids["r"] == [EOS + 1, 13, 10, 12]
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_abort_in_every_phase(make: Any, turns: int) -> None:
+    """Queued, between two chunks, launched and not absorbed, decoding, finished: the others' output is what it was."""
+    harness = make(chunked_prefill_size=32, max_running_requests=2)
+    prompts = {f"r{i}": prompt_of(i, 90) for i in range(4)}
+    for rid, prompt in prompts.items():
+        harness.submit(rid, prompt, stream=True)
+    harness.turn(turns)
+    abort = FinishReason(kind="abort", message="test")
+    aborted = [rid for rid in ("r0", "r3") if harness.scheduler.abort(rid, abort)]
+    assert not harness.scheduler.abort("r", abort), "only the exact rid matches"
+    harness.drain()
+    for rid, prompt in prompts.items():
+        full = expected(prompt, 8)
+        if rid in aborted:
+            assert harness.reasons[rid] == abort
+            assert harness.ids[rid] == full[: len(harness.ids[rid])]
+        else:
+            assert harness.ids[rid] == full
+    harness.submit("again", prompts["r0"])
+    harness.drain()
+    assert harness.ids["again"] == expected(prompts["r0"], 8)
+
+
+@pytest.mark.parametrize("step", [1, 2, 4])
+def test_a_failing_step_fails_its_own_requests_only(make: Any, step: int) -> None:
+    harness = make(faults={"step_fail": step}, max_running_requests=2)
+    for i in range(6):
+        harness.submit(f"r{i}", prompt_of(i, 20))
+    harness.drain()
+    failed = [rid for rid, reason in harness.reasons.items() if reason.status_code == 500]
+    assert 0 < len(failed) <= 2
+    for i in range(6):
+        if f"r{i}" not in failed:
+            assert harness.ids[f"r{i}"] == expected(prompt_of(i, 20), 8)
+
+
+def test_stream_interval_delays_rows_but_loses_none(make: Any) -> None:
+    harness = make()
+    harness.submit("r", prompt_of(5, 20), stream=True, max_new_tokens=11, stream_interval=4)
+    harness.drain()
+    assert harness.ids["r"] == expected(prompt_of(5, 20), 11)
+
+
+def test_lpm_serves_the_longest_cached_prefix_first(make: Any) -> None:
+    harness = make(schedule_policy="lpm", max_running_requests=1)
+    harness.submit("warm", prompt_of(1, 64))
+    harness.drain()
+    harness.submit("cold", prompt_of(2, 64))
+    harness.submit("hot", prompt_of(1, 64) + prompt_of(3, 8))
+    harness.drain()
+    assert list(harness.reasons) == ["warm", "hot", "cold"]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    overlap=st.booleans(),
+    page_size=st.sampled_from([1, 4, 16]),
+    radix_off=st.booleans(),
+    chunk=st.sampled_from([-1, 16, 64]),
+    retract_every=st.sampled_from([0, 3]),
+    actions=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 20), st.integers(0, 4)), max_size=15),
+)
+def test_random_traffic(folder: Path, overlap: bool, page_size: int, radix_off: bool, chunk: int, retract_every: int, actions: Any) -> None:
+    faults = {"retract_every": retract_every} if retract_every else {}
+    harness = Harness(
+        folder, overlap=overlap, page_size=page_size, faults=faults, total=512, disable_radix_cache=radix_off, chunked_prefill_size=chunk
+    )
+    prompts = {}
+    abort = FinishReason(kind="abort", message="test")
+    for i, (family, length, num_new, turns) in enumerate(actions):
+        rid = f"r{i}"
+        prompts[rid] = (prompt_of(family, 100)[:length], num_new)
+        harness.submit(rid, prompts[rid][0], max_new_tokens=num_new, stream=bool(i % 2))
+        harness.turn(turns)
+        if turns == 4:
+            harness.scheduler.abort(f"r{i // 2}", abort)
+    harness.drain()
+    harness.close()
+    for rid, (prompt, num_new) in prompts.items():
+        full = expected(prompt, num_new)
+        assert harness.ids[rid] == (full[: len(harness.ids[rid])] if harness.reasons[rid].kind == "abort" else full)
