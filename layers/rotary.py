@@ -57,7 +57,7 @@ def inverse_frequencies(
     if kind == "dynamic":
         theta = _dynamic_theta(dim, theta, max_len, params)
     exponents = torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim
-    inv_freq = 1.0 / (theta**exponents)
+    inv_freq: torch.Tensor = 1.0 / (theta**exponents)
     if kind in ("none", "dynamic"):
         return inv_freq, 1.0
     if kind == "linear":
@@ -81,7 +81,8 @@ def _llama3(inv_freq: torch.Tensor, params: Mapping[str, Any]) -> torch.Tensor:
     low, high = params["low_freq_factor"], params["high_freq_factor"]
     wavelen = 2 * math.pi / inv_freq
     blend = ((trained / wavelen - low) / (high - low)).clamp(0, 1)
-    return (1 - blend) * inv_freq / factor + blend * inv_freq
+    mixed: torch.Tensor = (1 - blend) * inv_freq / factor + blend * inv_freq
+    return mixed
 
 
 def _yarn(dim: int, theta: float, inv_freq: torch.Tensor, params: Mapping[str, Any]) -> tuple[torch.Tensor, float]:

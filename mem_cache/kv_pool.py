@@ -49,8 +49,3 @@ class KVPool:
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at slots int64 [N]: two tensors [N, num_kv_heads, head_dim]."""
         return self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
-
-
-def bytes_per_slot(*, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes that one token takes in a pool."""
-    return 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize

@@ -1,0 +1,26 @@
+"""Attention backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...mem_cache.kv_pool import KVPool
+from .base import AttentionBackend
+
+BackendFactory = Callable[[KVPool], AttentionBackend]
+
+
+def _torch_native(pool: KVPool) -> AttentionBackend:
+    from .torch_native import TorchNativeBackend
+
+    return TorchNativeBackend(pool)
+
+
+_FACTORIES: dict[str, BackendFactory] = {"torch_native": _torch_native}
+
+
+def attention_backend(name: str) -> BackendFactory:
+    """The factory of the backend ``name``, which imports it when it is called. Raises ValueError for an unknown name."""
+    if name not in _FACTORIES:
+        raise ValueError(f"unknown attention backend {name!r}; known are {', '.join(_FACTORIES)}")
+    return _FACTORIES[name]

@@ -1,0 +1,148 @@
+"""Where forward steps run, in order: a worker thread on CPU (or the caller's thread), a stream on CUDA."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from .step import StepHandle, StepOutput
+from .worker import Handle, InlineWorker, ThreadWorker, Worker
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Device(Protocol):
+    """Runs calls in the order they come. All torch work of a process goes through one Device."""
+
+    device: torch.device
+    explain: dict[str, str]
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Run a call after those submitted before, wait, return its value or raise its exception."""
+
+    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
+        """Enqueue a step; ``call`` returns the ids that it sampled, on the device. wait() raises what the step raised."""
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        """The array on the device; on CPU the same memory. Called within a step only."""
+
+    def close(self) -> None:
+        """Finish what was submitted and stop. Idempotent."""
+
+
+def create_device(name: str, *, overlap: bool) -> Device:
+    """Device of RunnerConfig.device: auto, cpu or cuda. Raises ValueError for what is not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {name!r}; known are auto, cpu, cuda")
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ValueError("device cuda was asked for, but torch finds no CUDA device")
+    why = "auto: torch finds a CUDA device" if has_cuda else "auto: torch finds no CUDA device"
+    why = why if name == "auto" else "as given"
+    if has_cuda and name != "cpu":
+        return CudaDevice(why)
+    return CpuDevice(why, overlap=overlap)
+
+
+class CpuDevice:
+    """One thread runs everything, the loading of the model included; without overlap that is the caller's own, which then must
+    always be the same."""
+
+    def __init__(self, why: str, *, overlap: bool) -> None:
+        self.device = torch.device("cpu")
+        self._worker: Worker = ThreadWorker() if overlap else InlineWorker()
+        num_threads, threads_why = num_compute_threads()
+        self.explain = {"device": f"cpu ({why})", "threads": f"{num_threads} ({threads_why})"}
+        self.run(lambda: _set_threads(num_threads))
+
+    def run(self, call: Callable[[], T]) -> T:
+        return self._worker.submit(call).wait()
+
+    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
+        return self._worker.submit(lambda: StepOutput(call().numpy()))
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array)
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class CudaDevice:
+    """One stream. The host enqueues a step on the thread that calls submit and waits for an event."""
+
+    def __init__(self, why: str) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.explain = {"device": f"{torch.cuda.get_device_name(self.device)} ({why})"}
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def run(self, call: Callable[[], T]) -> T:
+        with torch.cuda.stream(self._stream):
+            value = call()
+        self._stream.synchronize()
+        return value
+
+    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
+        handle: Handle[StepOutput] = Handle()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            handle.run(lambda: StepOutput(_download(call()).numpy()))
+            event.record(self._stream)
+        return _CudaStepHandle(handle, event)
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _CudaStepHandle:
+    def __init__(self, handle: Handle[StepOutput], event: torch.cuda.Event) -> None:
+        self._handle, self._event = handle, event
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> StepOutput:
+        self._event.synchronize()
+        return self._handle.wait()
+
+
+def _download(tensor: torch.Tensor) -> torch.Tensor:
+    """A pinned copy, complete once the stream has passed this point."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _set_threads(num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    if torch.get_num_interop_threads() == 1:
+        return
+    try:
+        torch.set_num_interop_threads(1)
+    except RuntimeError as error:  # torch allows it only before any parallel work of the process
+        logger.warning("torch keeps %d inter-op threads: %s", torch.get_num_interop_threads(), error)
+
+
+def num_compute_threads() -> tuple[int, str]:
+    """Threads of a forward pass and why: OMP_NUM_THREADS, else the physical cores that the process may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given) > 0:
+        return int(given), "OMP_NUM_THREADS"
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = {_siblings(cpu) for cpu in allowed}
+    return len(cores), f"physical cores among the {len(allowed)} allowed CPUs"
+
+
+def _siblings(cpu: int) -> str:
+    """Name of the core that a logical CPU belongs to."""
+    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    return path.read_text().strip() if path.exists() else str(cpu)

@@ -1,0 +1,165 @@
+"""ModelRunner: the Runner that computes a real model."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import torch
+
+from ..layers.attention.attention import bind_attention
+from ..layers.attention.base import AttentionBackend
+from ..layers.attention.registry import attention_backend
+from ..layers.forward_batch import ForwardBatch
+from ..layers.sampler import sample
+from ..mem_cache.kv_pool import KVPool
+from .batch_builder import BatchBuilder
+from .device import Device, create_device
+from .dtype import choose_dtype
+from .future_map import FutureMap
+from .loader import iter_weights
+from .memory import available_memory, cache_tokens
+from .model_config import ModelConfig, ModelConfigError, load_model_config
+from .models.blocks import DecoderModel
+from .models.registry import model_class
+from .step import ModelInfo, RunnerConfig, StepHandle, StepInput
+from .weights import dummy_weights, load_weights
+
+DEFAULT_BACKEND = "torch_native"
+
+
+class _Cache:
+    """What exists from init_cache on."""
+
+    def __init__(self, builder: BatchBuilder, backend: AttentionBackend, future_map: FutureMap) -> None:
+        self.builder, self.backend, self.future_map = builder, backend, future_map
+
+
+class ModelRunner:
+    """Implements Runner. Everything that touches tensors runs on the device's forward thread."""
+
+    def __init__(self, config: RunnerConfig) -> None:
+        """Load the model. Raises ValueError with one clear line for a config, weights or a machine that do not do."""
+        self._config = config
+        overrides = _parse_overrides(config.json_model_override_args)
+        self._model_config = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
+        self._make_backend = attention_backend(config.attention_backend or DEFAULT_BACKEND)
+        self._cache: _Cache | None = None
+        self._closed = False
+        self._device = create_device(config.device, overlap=config.overlap)
+        try:
+            self._dtype, dtype_why = choose_dtype(config.dtype, self._model_config.torch_dtype, self._device.device)
+            self._free_before_load = available_memory(self._device.device)
+            self._model: DecoderModel | None = self._device.run(self._load)
+            self._num_tokens, pool_why = cache_tokens(
+                config,
+                self._model_config,
+                dtype=self._dtype,
+                device=self._device.device,
+                free_before_load=self._free_before_load,
+            )
+        except BaseException:
+            self._device.close()
+            raise
+        self.info = _describe(config, self._model_config, self._device, {"dtype": dtype_why, "pool": pool_why})
+
+    def max_cache_tokens(self) -> int:
+        return self._num_tokens
+
+    def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
+        self._cache = self._device.run(lambda: self._make_cache(num_slots, req_to_token))
+
+    def launch(self, step: StepInput) -> StepHandle:
+        if self._closed:
+            raise RuntimeError("the runner is closed")
+        return self._device.submit(lambda: self._run(step))
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._device.close()
+            self._cache = self._model = None
+
+    # --- on the forward thread ---------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _load(self) -> DecoderModel:
+        config = self._config
+        with self._device.device:
+            model = model_class(self._model_config.architecture)(self._model_config, self._dtype)
+        if config.load_format == "dummy":
+            dummy_weights(model, config.random_seed)
+        else:
+            load_weights(model, iter_weights(config.model_path, config.load_format, self._model_config))
+        return model.eval()
+
+    @torch.inference_mode()
+    def _make_cache(self, num_slots: int, req_to_token: np.ndarray) -> _Cache:
+        model = self._model_config
+        pool = KVPool(
+            num_slots=num_slots,
+            page_size=self._config.page_size,
+            num_layers=model.num_hidden_layers,
+            num_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            dtype=self._dtype,
+            device=self._device.device,
+        )
+        future_map = FutureMap(req_to_token.shape[0], self._device.device)
+        backend = self._make_backend(pool)
+        bind_attention(self._loaded_model(), backend)
+        return _Cache(BatchBuilder(self._device, req_to_token, future_map), backend, future_map)
+
+    @torch.inference_mode()
+    def _run(self, step: StepInput) -> torch.Tensor:
+        """Ids that the step samples, int64 [S]."""
+        cache = self._require_cache()
+        batch = cache.builder.build(step)
+        logits = self._forward(batch)
+        next_ids = sample(logits, step.sampling)
+        cache.future_map.publish(self._device.upload(step.rows[step.sample_index].astype(np.int64)), next_ids)
+        return next_ids
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits of the rows that sample, float32 [S, V]."""
+        self._require_cache().backend.plan(batch)
+        logits: torch.Tensor = self._loaded_model()(batch)
+        return logits
+
+    def _require_cache(self) -> _Cache:
+        if self._cache is None:
+            raise RuntimeError("launch before init_cache")
+        return self._cache
+
+    def _loaded_model(self) -> DecoderModel:
+        if self._model is None:
+            raise RuntimeError("the runner is closed")
+        return self._model
+
+
+def _parse_overrides(text: str) -> dict[str, object]:
+    try:
+        overrides = json.loads(text)
+    except ValueError as error:
+        raise ModelConfigError(f"json_model_override_args is not JSON: {error}") from None
+    if not isinstance(overrides, dict):
+        raise ModelConfigError("json_model_override_args must be a JSON object")
+    return overrides
+
+
+def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain: dict[str, str]) -> ModelInfo:
+    backend_why = "as given" if config.attention_backend else "default of every device"
+    backend = config.attention_backend or DEFAULT_BACKEND
+    return ModelInfo(
+        model_type=model.model_type,
+        architectures=[model.architecture],
+        vocab_size=model.vocab_size,
+        context_len=model.context_len,
+        eos_token_ids=list(model.eos_token_ids),
+        bos_token_id=model.bos_token_id,
+        dtype=explain["dtype"].split(" ", 1)[0],
+        device=device.device.type,
+        attention_backend=backend,
+        load_format=config.load_format,
+        explain=device.explain | explain | {"attention_backend": f"{backend} ({backend_why})"},
+    )

@@ -1,0 +1,152 @@
+"""Decoder blocks that the families share. What differs between families is data: fields of ModelConfig, and the two classes that a
+family names, its layer and its norm.
+
+Legend: T tokens, H query heads, K KV heads, D head dim, S requests that sample, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+import torch
+from torch import nn
+
+from ...layers.activation import gated_activation
+from ...layers.attention.attention import Attention
+from ...layers.attention.base import AttentionSpec
+from ...layers.embedding import Embedding
+from ...layers.forward_batch import ForwardBatch
+from ...layers.linear import Linear, MergedLinear
+from ...layers.logits import compute_logits
+from ...layers.norm import RMSNorm
+from ...layers.rotary import RopeTables, RotaryEmbedding, rotate
+from ..model_config import SLIDING, ModelConfig
+
+LoadMap = dict[str, tuple[str, int]]  # checkpoint's module -> (merged module, part of it)
+
+MERGED_PROJECTIONS: LoadMap = {
+    "q_proj": ("qkv_proj", 0),
+    "k_proj": ("qkv_proj", 1),
+    "v_proj": ("qkv_proj", 2),
+    "gate_proj": ("gate_up_proj", 0),
+    "up_proj": ("gate_up_proj", 1),
+}
+
+
+class SelfAttention(nn.Module):
+    """Projections, optional norm of q and k, rotation, attention over the pool, output projection."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, norm: type[RMSNorm], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = MergedLinear(config.hidden_size, (q_size, kv_size, kv_size), bias=config.attention_bias, dtype=dtype)
+        self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_out_bias, dtype=dtype)
+        self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.attention = Attention(
+            AttentionSpec(
+                layer_id=layer_id,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=config.query_pre_attn_scalar**-0.5,
+                sliding_window=config.sliding_window if config.layer_types[layer_id] == SLIDING else None,
+                soft_cap=config.attn_logit_softcapping,
+            )
+        )
+
+    def forward(self, x: torch.Tensor, rope: RopeTables, batch: ForwardBatch) -> torch.Tensor:
+        qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
+        split = self.num_heads + self.num_kv_heads
+        if self.q_norm is not None and self.k_norm is not None:
+            q = rotate(self.q_norm(qkv[:, : self.num_heads]), rope)
+            k = rotate(self.k_norm(qkv[:, self.num_heads : split]), rope)
+        else:
+            qk = rotate(qkv[:, :split], rope)
+            q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        out: torch.Tensor = self.o_proj(self.attention(q, k, qkv[:, split:], batch))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedLinear(hidden, (inner, inner), bias=config.mlp_bias, dtype=dtype)
+        self.down_proj = Linear(inner, hidden, bias=config.mlp_bias, dtype=dtype)
+        self.act = gated_activation(config.hidden_act)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        return out
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ModelConfig, layer_id: int, norm: type[RMSNorm], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.self_attn = SelfAttention(config, layer_id, norm, dtype)
+        self.mlp = GatedMLP(config, dtype)
+        self.input_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, rope: RopeTables, batch: ForwardBatch) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rope, batch)
+        mlp: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + mlp
+
+
+class DecoderModel(nn.Module):
+    """Embedding, layers, final norm, head. A family is a subclass that names its layer, its norm and its load map.
+
+    Parameters are created on torch's default device, uninitialised.
+    """
+
+    LAYER: ClassVar[type[DecoderLayer]] = DecoderLayer
+    NORM: ClassVar[type[RMSNorm]] = RMSNorm
+    LOAD_MAP: ClassVar[LoadMap] = MERGED_PROJECTIONS
+    PREFIX: ClassVar[str] = "model."  # of a checkpoint's names, the head's apart
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.soft_cap = config.final_logit_softcapping
+        self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, scale=self.embed_scale(config))
+        self.layers = nn.ModuleList(self.LAYER(config, i, self.NORM, dtype) for i in range(config.num_hidden_layers))
+        self.norm = self.NORM(hidden, eps=config.rms_norm_eps, dtype=dtype)
+        self.lm_head = None if config.tie_word_embeddings else Linear(hidden, config.vocab_size, bias=False, dtype=dtype)
+        self.rope = full_rope(config, dtype)
+        self.local_rope = None if config.rope_local_theta is None else local_rope(config, config.rope_local_theta, dtype)
+        self.layer_is_local = [self.local_rope is not None and kind == SLIDING for kind in config.layer_types]
+
+    @staticmethod
+    def embed_scale(config: ModelConfig) -> float | None:
+        """What embeddings are multiplied by."""
+        return None
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits, float32 [S, V]."""
+        x = self.embed_tokens(batch.input_ids)
+        rope = self.rope(batch.positions)
+        local = rope if self.local_rope is None else self.local_rope(batch.positions)
+        for layer, is_local in zip(self.layers, self.layer_is_local, strict=True):
+            x = layer(x, local if is_local else rope, batch)
+        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        return compute_logits(self.norm(x), head, batch, soft_cap=self.soft_cap)
+
+
+def full_rope(config: ModelConfig, dtype: torch.dtype) -> RotaryEmbedding:
+    """Rope of full-attention layers, and of sliding ones without a base of their own."""
+    params = msgspec.structs.asdict(config.rope_scaling) | {"max_position_embeddings": config.max_position_embeddings}
+    kind = config.rope_scaling.type
+    return RotaryEmbedding(config.head_dim, config.context_len, config.rope_theta, kind=kind, params=params, dtype=dtype)
+
+
+def local_rope(config: ModelConfig, theta: float, dtype: torch.dtype) -> RotaryEmbedding:
+    """Rope of sliding layers, never scaled."""
+    return RotaryEmbedding(config.head_dim, config.context_len, theta, kind="none", params={}, dtype=dtype)
