@@ -1,5 +1,5 @@
 # One word for each thing a developer does; .ci/run and the README call the same words.
-PYTHON ?= python3.11
+PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
 BIN := $(VENV)/bin
