@@ -1,0 +1,54 @@
+"""The detokenizer process: token ids in, text out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from .config import DetokenizerConfig
+from .detokenizer import Detokenizer
+from .io_struct import ShutdownReq, ToDetokenizer
+from .ipc import Receiver, Sender
+from .tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL = 1.0  # seconds; only bounds how long one wait lasts
+
+
+def run_detokenizer(config: DetokenizerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
+    """Serve until a ShutdownReq arrives. ``ready`` is called once the socket is bound. Raises StartError."""
+    tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
+    detokenizer = Detokenizer(tokenizer)
+    _ = tokenizer.byte_table  # built now, not with the first token
+    context: zmq.Context[Any] = zmq.Context()
+    receiver: Receiver[ToDetokenizer] = Receiver(context, config.ipc.detokenizer, ToDetokenizer)
+    sender = Sender(context, config.ipc.tokenizer)
+    try:
+        ready({})
+        while True:
+            receiver.wait(POLL_INTERVAL)
+            if not _serve(receiver.receive_all(), detokenizer, sender):
+                return
+    finally:
+        receiver.close()
+        sender.close()
+        context.term()
+
+
+def _serve(messages: list[ToDetokenizer], detokenizer: Detokenizer, sender: Sender) -> bool:
+    """Handle what has arrived; False after a ShutdownReq."""
+    for message in messages:
+        if isinstance(message, ShutdownReq):
+            return False
+        try:
+            text = detokenizer.process(message)
+        except ValueError:
+            logger.exception("a message was dropped")
+            continue
+        if text.rids:
+            sender.send(text)
+    return True
