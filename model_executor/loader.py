@@ -1,0 +1,154 @@
+"""Reads the weights of a model one tensor at a time, under the names and in the layout of its Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .gguf_file import GGUFFile
+from .gguf_quants import Floats
+from .model_config import ModelConfig
+
+__all__ = ["WeightsError", "iter_weights", "shape_error"]
+
+INDEX = "model.safetensors.index.json"
+
+
+class WeightsError(ValueError):
+    """Weights that are missing, damaged or do not fit the config. The message is one line and names the file or tensor."""
+
+
+def shape_error(name: str, *, expected: Sequence[int], got: Sequence[int]) -> WeightsError:
+    """The error for a tensor whose shape is not what the config says."""
+    return WeightsError(f"{name} has shape {list(got)}, the config says {list(expected)}")
+
+
+def iter_weights(path: str, load_format: str, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (parameter name, tensor) for every weight of the checkpoint, one in memory at a time.
+
+    ``load_format`` is auto, safetensors or gguf. Tensors come in the dtype of the file (GGUF: float32) and may be read-only views
+    of a mapped file: copy, never write. Rotary buffers are left out, and lm_head.weight where the embeddings are tied.
+    Raises WeightsError, or GGUFError for a damaged GGUF file.
+    """
+    is_file = os.path.isfile(path)
+    if load_format not in ("auto", "safetensors", "gguf"):
+        raise WeightsError(f"load format {load_format!r} reads no weights; auto, safetensors and gguf do")
+    if load_format == ("safetensors" if is_file else "gguf"):
+        raise WeightsError(f"{path} does not hold weights in the format {load_format}")
+    for name, tensor in _gguf_weights(path, config) if is_file else _safetensors_weights(path):
+        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings):
+            yield name, tensor
+
+
+def _safetensors_weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    seen: set[str] = set()
+    files, expected = safetensors_files(folder)
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as f:
+                for name in f.keys():  # noqa: SIM118 - not a dict
+                    if name not in seen:
+                        seen.add(name)
+                        yield name, f.get_tensor(name)
+        except (SafetensorError, OSError) as e:
+            raise WeightsError(f"{file} cannot be read: {e}") from None
+    if missing := sorted(expected - seen):
+        raise WeightsError(f"{folder}: {len(missing)} weights named in {INDEX} are in none of its files, {missing[0]} is the first")
+
+
+def safetensors_files(folder: str) -> tuple[list[Path], set[str]]:
+    """The files that hold a folder's weights and the names that its index promises (none without an index). Raises WeightsError."""
+    root = Path(folder)
+    index = root / INDEX
+    if index.exists():
+        try:
+            names = dict(json.loads(index.read_bytes())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise WeightsError(f"{index} cannot be read: {e!r}") from None
+        files = [root / str(f) for f in dict.fromkeys(names.values())]
+        for file in files:
+            if file.parent != root or not file.is_file():
+                raise WeightsError(f"{index} names {file.name}, which is not in its folder")
+        return files, set(names)
+    if (root / "model.safetensors").is_file():
+        return [root / "model.safetensors"], set()
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise WeightsError(f"{folder} holds no .safetensors files")
+    return files, set()
+
+
+def _gguf_weights(path: str, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    gguf = GGUFFile(path)
+    arch = str(gguf.metadata.get("general.architecture"))
+    for gguf_name in gguf.tensors:
+        if gguf_name == "rope_freqs.weight":
+            continue  # became part of the config
+        name = hf_name(gguf_name, arch)
+        if name is None:
+            raise WeightsError(f"{path}: tensor {gguf_name} is not known for architecture {arch}")
+        data = gguf.tensor(gguf_name)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            data -= 1  # the file's norms multiply by w, the checkpoint's by 1 + w
+        elif arch == "llama" and (heads := _rope_heads(name, config)):
+            data = _unpermute(data, heads, name)
+        yield name, torch.from_numpy(data)
+
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA3_LAYER = _LAYER | {
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
+
+
+def hf_name(gguf_name: str, arch: str) -> str | None:
+    """The checkpoint's name of a GGUF tensor, None where there is none."""
+    match = _NAME.fullmatch(gguf_name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    if layer is None:
+        return f"{_TOP[part]}.{kind}" if part in _TOP else None
+    parts = _GEMMA3_LAYER if arch == "gemma3" else _LAYER
+    return f"model.layers.{layer}.{parts[part]}.{kind}" if part in parts else None
+
+
+def _rope_heads(name: str, config: ModelConfig) -> int:
+    """Heads of a q or k projection, 0 for any other parameter."""
+    if ".q_proj." in name:
+        return config.num_attention_heads
+    return config.num_key_value_heads if ".k_proj." in name else 0
+
+
+def _unpermute(data: Floats, heads: int, name: str) -> Floats:
+    """Undo llama.cpp's order of the rows of q and k.
+
+    There a rotated pair is two neighbouring rows; in the checkpoint the pair's second row is head_dim / 2 further on.
+    """
+    if data.shape[0] % (2 * heads):
+        raise WeightsError(f"{name} has {data.shape[0]} rows, which is not {heads} heads of even size")
+    pairs = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(data.shape)
