@@ -21,7 +21,8 @@ class ControlCalls:
     async def call(self, make: Callable[[int], FlushCacheReq | InternalStateReq]) -> ControlReply:
         """Send what ``make`` makes of a fresh call_id and wait for its reply; EngineDeadError if the scheduler dies meanwhile."""
         call_id = next(self._ids)
-        reply = self._waiting[call_id] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = reply
         try:
             self._send(make(call_id))
             return await reply

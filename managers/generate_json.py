@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -53,10 +53,10 @@ class GenerateFormat:
             item["prompt_token_ids"] = generation.prompts[output.index]
         return item
 
-    async def chunks(self, *, incremental: bool) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, *, incremental: bool) -> AsyncGenerator[dict[str, Any], None]:
         """A stream's chunks; each repeats all so far, unless incremental. Batches and n > 1 say which choice with "index"."""
         totals: dict[int, Output] = {}
-        async with aclosing(aiter(self._generation)) as outputs:
+        async with aclosing(self._generation.__aiter__()) as outputs:
             async for output in outputs:
                 known = output
                 if not incremental:
@@ -74,7 +74,7 @@ class GenerateFormat:
         Raises RequestError if every choice was aborted with a status code.
         """
         totals: dict[int, Output] = {}
-        async with aclosing(aiter(self._generation)) as outputs:
+        async with aclosing(self._generation.__aiter__()) as outputs:
             async for output in outputs:
                 known = totals.setdefault(output.index, output)
                 if known is not output:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -163,7 +163,7 @@ class Generation:
             self._aborted = True
             self._abort([self.rids[index] for index in sorted(self._live)])
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
+    async def __aiter__(self) -> AsyncGenerator[Output, None]:
         try:
             while True:
                 while self._pending:

@@ -15,22 +15,32 @@ FLUSH_INTERVAL = 50  # tokens between two rows of a request that does not stream
 
 
 class OutputStream:
-    """Sends every request's new tokens exactly once, and its finish reason last. Keeps, by row, how many tokens were sent."""
+    """Sends every request's new tokens exactly once, and its finish reason last. Keeps its columns by row, as the table does."""
 
     def __init__(self, table: LiveTable, send: Callable[[TokenOutput], None]) -> None:
+        num_rows = len(table.reqs)
         self._table = table
         self._send = send
-        self._sent = np.zeros(len(table.reqs), np.int32)
-        self._intervals = np.ones(len(table.reqs), np.int32)
+        self._rids = [""] * num_rows
+        self._sent = np.zeros(num_rows, np.int32)  # output tokens handed to the detokenizer
+        self._announced = np.zeros(num_rows, np.bool_)
+        self._intervals = np.ones(num_rows, np.int32)
+        self._cached_tokens = np.zeros(num_rows, np.int32)
+        self._num_retractions = np.zeros(num_rows, np.int32)
 
     def seat(self, req: Req) -> None:
         """A request got its row."""
-        self._sent[req.row] = max(req.num_sent, 0)
-        self._intervals[req.row] = req.params.stream_interval if req.stream else FLUSH_INTERVAL
+        row = req.row
+        self._rids[row] = req.rid
+        self._sent[row] = max(req.num_sent, 0)
+        self._announced[row] = req.num_sent != NOT_ANNOUNCED
+        self._intervals[row] = req.params.stream_interval if req.stream else FLUSH_INTERVAL
+        self._cached_tokens[row] = req.cached_tokens or 0
+        self._num_retractions[row] = req.num_retractions
 
     def unseat(self, req: Req) -> None:
         """A request is about to lose its row without having finished."""
-        if req.num_sent != NOT_ANNOUNCED:
+        if self._announced[req.row]:
             req.num_sent = int(self._sent[req.row])
 
     def emit(self, rows: np.ndarray, finished: Mapping[int, FinishReason]) -> None:
@@ -40,28 +50,37 @@ class OutputStream:
         due = (outputs - 1) % self._intervals[rows] == 0
         if finished:
             due |= np.isin(rows, list(finished))
-        rows = rows[due]
+        if not due.all():
+            rows, outputs = rows[due], outputs[due]
         if not len(rows):
             return
-        outputs = outputs[due]
-        reqs = [table.req(row) for row in rows.tolist()]
-        starts = (table.prompt_lens[rows] + self._sent[rows]).tolist()
-        ends = table.known_lens[rows].tolist()
-        ids = [table.tokens[row, start:end] for row, start, end in zip(rows, starts, ends, strict=True)]
-        self._sent[rows] = outputs
-        self._send(
-            TokenOutput(
-                rids=[req.rid for req in reqs],
-                token_ids=pack_ids(np.concatenate(ids)),
-                num_ids=[end - start for start, end in zip(starts, ends, strict=True)],
-                finish_reasons=[finished.get(row) for row in rows.tolist()],
-                prompt_tokens=table.prompt_lens[rows].tolist(),
-                completion_tokens=outputs.tolist(),
-                cached_tokens=[req.cached_tokens or 0 for req in reqs],
-                num_retractions=[req.num_retractions for req in reqs],
-                options=[(i, self._announce(req)) for i, req in enumerate(reqs) if req.num_sent == NOT_ANNOUNCED],
-            )
+        names = rows.tolist()
+        num_ids = outputs - self._sent[rows]
+        prompt_lens = table.prompt_lens[rows]
+        message = TokenOutput(
+            rids=[self._rids[row] for row in names],
+            token_ids=pack_ids(self._new_ids(rows, prompt_lens + self._sent[rows], num_ids)),
+            num_ids=num_ids.tolist(),
+            finish_reasons=[finished.get(row) for row in names] if finished else [None] * len(names),
+            prompt_tokens=prompt_lens.tolist(),
+            completion_tokens=outputs.tolist(),
+            cached_tokens=self._cached_tokens[rows].tolist(),
+            num_retractions=self._num_retractions[rows].tolist(),
+            options=self._announce(rows),
         )
+        self._sent[rows] = outputs
+        self._send(message)
+
+    def _new_ids(self, rows: np.ndarray, starts: np.ndarray, num_ids: np.ndarray) -> np.ndarray:
+        tokens = self._table.tokens
+        if (num_ids == 1).all():
+            return tokens[rows, starts]
+        return np.concatenate([tokens[row, start : start + n] for row, start, n in zip(rows, starts, num_ids, strict=True)])
+
+    def _announce(self, rows: np.ndarray) -> list[tuple[int, DecodeOptions]]:
+        new = np.flatnonzero(~self._announced[rows])
+        self._announced[rows[new]] = True
+        return [(int(i), _decode_options(self._table.req(int(rows[i])).params)) for i in new]
 
     def emit_waiting(self, req: Req, reason: FinishReason) -> None:
         """The last row of a request that has no row in the table."""
@@ -77,7 +96,7 @@ class OutputStream:
                 completion_tokens=[len(output)],
                 cached_tokens=[req.cached_tokens or 0],
                 num_retractions=[req.num_retractions],
-                options=[(0, self._announce(req))] if req.num_sent == NOT_ANNOUNCED else [],
+                options=[(0, _decode_options(req.params))] if req.num_sent == NOT_ANNOUNCED else [],
             )
         )
 
@@ -96,11 +115,6 @@ class OutputStream:
                 options=[(0, _decode_options(message.sampling_params))],
             )
         )
-
-    @staticmethod
-    def _announce(req: Req) -> DecodeOptions:
-        req.num_sent = 0
-        return _decode_options(req.params)
 
 
 def _decode_options(params: SamplingParams) -> DecodeOptions:

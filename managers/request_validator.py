@@ -67,13 +67,9 @@ class RequestValidator:
         """Check everything but the prompts' tokens."""
         texts, ids, single = _prompts(request)
         num_prompts = len(texts if texts is not None else ids or [])
-        given, shared = request.sampling_params, None
-        if isinstance(given, list):
-            params = [self._params(values) for values in _per_prompt(given, num_prompts, "sampling_params", {})]
-            explicit = ["max_new_tokens" in values for values in given]
-        else:
-            shared = self._params(given)
-            params, explicit = [shared] * num_prompts, ["max_new_tokens" in given] * num_prompts
+        given = _per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
+        shared = not isinstance(request.sampling_params, list)
+        params = [self._params(given[0])] * num_prompts if shared else [self._params(values) for values in given]
         n = params[0].n
         if any(item.n != n for item in params):
             raise RequestError("n must be the same for all prompts of a batch.", param="n")
@@ -87,7 +83,7 @@ class RequestValidator:
             is_single_prompt=single,
             n=n,
             params=params,
-            explicit_limits=explicit,
+            explicit_limits=["max_new_tokens" in values for values in given],
             extra_keys=extra_keys,
             cache_salts=cache_salts,
             rids=rids,

@@ -21,6 +21,20 @@ MAX_STOP_LEN = 1024  # characters of one stop string
 MAX_N = 128
 SEED_RANGE = 1 << 63
 
+# Parameters that clients send and that are not served, with the values (besides null) that change nothing.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "json_schema": ("",),
+    "regex": ("",),
+    "ebnf": ("",),
+    "structural_tag": ("",),
+    "stop_regex": ("", []),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+}
+
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Names and defaults are SGLang's. Build it with ``parse``; a null in the input means the default."""
@@ -49,10 +63,13 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def parse(cls, values: Mapping[str, Any], vocab_size: int) -> SamplingParams:
         """Check a request's dict. Raises RequestError that names the field."""
         known = cls.__struct_fields__
-        for key in values:
-            if key not in known:
+        for key, value in values.items():
+            if key in NOT_SERVED:
+                if value is not None and value not in NOT_SERVED[key]:
+                    raise RequestError(f"sampling_params: {key} is not supported.", param=key)
+            elif key not in known:
                 raise _unknown_field(key, known)
-        given = {key: value for key, value in values.items() if value is not None}
+        given = {key: value for key, value in values.items() if value is not None and key in known}
         if "max_new_tokens" in values and values["max_new_tokens"] is None:
             given["max_new_tokens"] = None
         if isinstance(given.get("stop"), str):

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -155,7 +155,7 @@ class TokenizerManager:
         """The whole answer as the JSON of the native /generate: a dict for a single prompt with n == 1, else a list."""
         return await self._format(await self.start(request), request).whole()
 
-    def stream(self, generation: Generation, request: GenerateInput) -> AsyncIterator[dict[str, Any]]:
+    def stream(self, generation: Generation, request: GenerateInput) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of the native /generate. Closing the iterator early aborts; one never iterated needs ``generation.abort``."""
         incremental = self.config.incremental_streaming_output if request.incremental is None else request.incremental
         return self._format(generation, request).chunks(incremental=incremental)
