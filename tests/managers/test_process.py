@@ -85,7 +85,7 @@ def test_ready_payloads_and_environment(group: ProcessGroup, ipc: IpcNames) -> N
     ("do", "message", "detail"),
     [
         ("start_error", "the scheduler failed to start: no such model: /nowhere", "StartError"),
-        ("crash_early", "the scheduler failed to start: KeyError: 'weights'", "raise KeyError"),
+        ("crash_early", "the scheduler failed to start: KeyError: 'weights'", "KeyError"),
         ("segfault_early", "the scheduler failed to start: killed by SIGSEGV", ""),
     ],
 )
@@ -129,7 +129,7 @@ def test_not_ready_in_time(group: ProcessGroup, ipc: IpcNames) -> None:
 @pytest.mark.parametrize(
     ("do", "message", "detail"),
     [
-        ("crash_late", "the scheduler process died: ValueError: lost my way", "raise ValueError"),
+        ("crash_late", "the scheduler process died: ValueError: lost my way", "in fail"),
         ("leave", "the scheduler process died: exited with status 0", ""),
         ("kill_with_heir", "the scheduler process died: killed by SIGKILL (out of memory?)", ""),
     ],

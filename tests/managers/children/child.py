@@ -24,32 +24,42 @@ class ChildConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(config: ChildConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    if config.do == "start_error":
-        raise StartError("no such model: /nowhere")
-    if config.do == "crash_early":
-        raise KeyError("weights")
-    if config.do == "segfault_early":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    if config.do == "never_ready":
-        time.sleep(60)
+    BEFORE.get(config.do, lambda: None)()
     ready({"pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS"), "thp": os.environ.get("THP_MEM_ALLOC_ENABLE")})
-    if config.do in ("crash_late", "leave", "kill_with_heir"):
+    if config.do in AFTER:
         while not os.path.exists(f"{config.ipc.directory}/go"):
             time.sleep(0.01)
-    if config.do == "crash_late":
-        raise ValueError("lost my way")
-    if config.do == "leave":
+        AFTER[config.do]()
         return
-    if config.do == "kill_with_heir":
-        # A process of its own holds the report pipe open when this one dies.
-        for fd in os.listdir("/proc/self/fd"):
-            if os.path.exists(f"/proc/self/fd/{fd}"):
-                os.set_inheritable(int(fd), True)
-        subprocess.Popen(["sleep", "20"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.kill(os.getpid(), signal.SIGKILL)
     if config.do == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(60)
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def die_with_heir() -> None:
+    """A process of its own holds the report pipe open when this one dies."""
+    for fd in os.listdir("/proc/self/fd"):
+        if os.path.exists(f"/proc/self/fd/{fd}"):
+            os.set_inheritable(int(fd), True)
+    subprocess.Popen(["sleep", "20"], close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+BEFORE: dict[str, Callable[[], Any]] = {
+    "start_error": lambda: fail(StartError("no such model: /nowhere")),
+    "crash_early": lambda: fail(KeyError("weights")),
+    "segfault_early": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "never_ready": lambda: time.sleep(60),
+}
+AFTER: dict[str, Callable[[], Any]] = {
+    "crash_late": lambda: fail(ValueError("lost my way")),
+    "leave": lambda: None,
+    "kill_with_heir": die_with_heir,
+}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,223 @@
+"""The one validator: every shape of a request, every limit, and what becomes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
+from banyan.managers.errors import RequestError, StartError
+from banyan.managers.generation import UNSUPPORTED, GenerateInput
+from banyan.managers.io_struct import GenerateReq, unpack_ids
+from banyan.managers.ipc import IpcNames
+from banyan.managers.request_validator import RequestValidator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+VOCAB, CONTEXT, POOL_INPUT, POOL_LEN = 300, 64, 40, 50
+IPC = IpcNames(directory="/nowhere", scheduler="", detokenizer="", tokenizer="")
+
+
+class ByteTokenizer:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode()) if text != " " else []
+
+
+def make(**options: Any) -> RequestValidator:
+    pool = {"max_req_input_len": POOL_INPUT, "max_req_len": POOL_LEN, **options.pop("pool", {})}
+    model = ModelInfo(
+        model_type="llama",
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB,
+        context_len=CONTEXT,
+        eos_token_ids=[2],
+        bos_token_id=1,
+        dtype="float32",
+        device="cpu",
+        attention_backend="torch_native",
+        load_format="oracle",
+    )
+    info = SchedulerInfo(
+        model=model, max_total_num_tokens=50, max_running_requests=8, page_size=1, chunked_prefill_size=None, overlap=True, **pool
+    )
+    config = TokenizerManagerConfig(ipc=IPC, model_path="m", served_model_name="m", tokenizer_path="m", **options)
+    return RequestValidator(config, info, ByteTokenizer())
+
+
+def check(validator: RequestValidator | None = None, **request: Any) -> list[GenerateReq]:
+    validator = validator or make()
+    return validator.prepare(validator.plan(GenerateInput.parse(request)))
+
+
+def refused(validator: RequestValidator | None = None, **request: Any) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        check(validator, **request)
+    assert caught.value.status_code == 400
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        ({}, "text"),
+        ({"text": "a", "input_ids": [1]}, "text"),
+        ({"text": ""}, "text"),
+        ({"text": " "}, "text"),
+        ({"text": []}, "text"),
+        ({"text": ["a", ""]}, "text"),
+        ({"text": 5}, "text"),
+        ({"text": "\ud800"}, "text"),
+        ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [[1], []]}, "input_ids"),
+        ({"input_ids": [1, [2]]}, "input_ids"),
+        ({"input_ids": [[1], 2]}, "input_ids"),
+        ({"input_ids": [[[1]]]}, "input_ids"),
+        ({"input_ids": [1, 2.5]}, "input_ids"),
+        ({"input_ids": [True]}, "input_ids"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"input_ids": "abc"}, "input_ids"),
+        ({"input_ids": [-1]}, "input_ids"),
+        ({"input_ids": [1 << 70]}, "input_ids"),
+        ({"input_ids": [1 << 63]}, "input_ids"),
+        ({"text": "a", "rid": ""}, "rid"),
+        ({"text": "a", "rid": "\udfff"}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
+        ({"text": "a", "rid": ["x", "y"]}, "rid"),
+        ({"text": ["a", "b"], "rid": ["a", "a_0"], "sampling_params": {"n": 0}}, "n"),
+        ({"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
+        ({"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]}, "n"),
+        ({"text": ["a", "b"], "extra_key": ["k"]}, "extra_key"),
+        ({"text": ["a", "b"], "cache_salt": ["k", "l", "m"]}, "cache_salt"),
+        ({"text": "a", "cache_salt": "\ud900"}, "cache_salt"),
+        ({"text": "a", "priority": "high"}, "priority"),
+        ({"text": "a", "stream": "yes"}, "stream"),
+        ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
+        ({"text": "a", "sampling_params": {"min_new_tokens": 100000, "max_new_tokens": None}}, "min_new_tokens"),
+        ({"text": "a", "sampling_params": {"min_new_tokens": 60}}, "min_new_tokens"),
+        ({"text": "a", "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_field(request_: dict[str, Any], param: str) -> None:
+    assert refused(**request_).param == param
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_fields_that_are_not_served_are_refused_unless_off(name: str) -> None:
+    assert refused(text="a", **{name: ["x"]}).param == name
+    check(text="a", **{name: None})
+    check(text="a", **{name: False})
+
+
+def test_unknown_fields_and_nulls_are_ignored() -> None:
+    nulls = dict.fromkeys(GenerateInput.__struct_fields__)
+    assert len(check(**{**nulls, "text": "ab", "model": None, "no_such_field": 3})) == 1
+
+
+def test_ids_are_bounded_by_the_models_vocabulary() -> None:
+    assert unpack_ids(check(input_ids=[0, VOCAB - 1])[0].input_ids).tolist() == [0, VOCAB - 1]
+    assert f"got {VOCAB} at position 1" in str(refused(input_ids=[0, VOCAB]))
+
+
+def test_prompt_length_limits() -> None:
+    assert len(unpack_ids(check(text="a" * POOL_INPUT)[0].input_ids)) == POOL_INPUT
+    assert str(refused(text="a" * (POOL_INPUT + 1))).startswith("The input (41 tokens) is longer than the KV cache can serve")
+    assert str(refused(input_ids=[1] * CONTEXT)) == (
+        f"The input ({CONTEXT} tokens) is longer than the model's context length ({CONTEXT} tokens)."
+    )
+    truncating = make(allow_auto_truncate=True)
+    assert unpack_ids(check(truncating, input_ids=list(range(80)))[0].input_ids).tolist() == list(range(POOL_INPUT))
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"), [({}, 40), ({"max_new_tokens": None}, 40), ({"max_new_tokens": 54}, 40), ({"max_new_tokens": 0}, 0)]
+)
+def test_max_new_tokens_is_cut_to_the_room_left(given: dict[str, Any], limit: int) -> None:
+    (message,) = check(text="a" * 10, sampling_params=given)
+    assert message.sampling_params.max_new_tokens == limit
+
+
+def test_an_explicit_limit_beyond_the_context_is_refused() -> None:
+    error = refused(text="a" * 10, sampling_params={"max_new_tokens": 55})
+    assert str(error).startswith(
+        "Requested token count exceeds the model's maximum context length of 64 tokens. You requested a total of 65 tokens:"
+    )
+    assert error.param == "max_new_tokens"
+    (message,) = check(make(allow_auto_truncate=True), text="a" * 10, sampling_params={"max_new_tokens": 55})
+    assert message.sampling_params.max_new_tokens == 40
+    (message,) = check(make(preferred_sampling_params='{"max_new_tokens": 1000}'), text="a" * 10)
+    assert message.sampling_params.max_new_tokens == 40
+
+
+def test_min_new_tokens_fits_exactly_or_not() -> None:
+    params = {"max_new_tokens": None, "min_new_tokens": 40}
+    assert check(text="a" * 10, sampling_params=params)[0].sampling_params.min_new_tokens == 40
+    assert refused(text="a" * 11, sampling_params=params).param == "min_new_tokens"
+
+
+def test_a_batch_with_n_is_prompt_major() -> None:
+    request = {"text": ["a", "b"], "sampling_params": [{"n": 3, "temperature": 0.5}, {"n": 3, "top_k": 7}]}
+    messages = check(**request, rid=["x", "y"], extra_key=["k", "l"], cache_salt="s")
+    assert [message.rid for message in messages] == ["x_0", "x_1", "x_2", "y_0", "y_1", "y_2"]
+    assert [unpack_ids(message.input_ids)[0] for message in messages] == [97] * 3 + [98] * 3
+    assert [message.sampling_params.temperature for message in messages] == [0.5] * 3 + [1.0] * 3
+    assert [message.sampling_params.top_k for message in messages] == [-1] * 3 + [7] * 3
+    assert [message.extra_key for message in messages] == ["k"] * 3 + ["l"] * 3
+    assert {message.cache_salt for message in messages} == {"s"}
+    assert {message.sampling_params.n for message in messages} == {1}
+
+
+@pytest.mark.parametrize(
+    ("request_", "rids"),
+    [
+        ({"text": "a", "rid": "r"}, ["r"]),
+        ({"text": "a", "rid": ["r"]}, ["r"]),
+        ({"text": ["a"], "rid": "r"}, ["r_0"]),
+        ({"text": ["a", "b"], "rid": "r"}, ["r_0", "r_1"]),
+        ({"text": ["a", "b"], "rid": ["r", "s"]}, ["r", "s"]),
+        ({"text": "a", "rid": "r", "sampling_params": {"n": 2}}, ["r_0", "r_1"]),
+        ({"text": ["a", "b"], "rid": "r", "sampling_params": {"n": 2}}, ["r_0", "r_1", "r_2", "r_3"]),
+    ],
+)
+def test_rids(request_: dict[str, Any], rids: list[str]) -> None:
+    assert [message.rid for message in check(**request_)] == rids
+
+
+def test_rids_that_collide_after_expansion() -> None:
+    assert refused(text=["a", "b"], rid=["r", "r"], sampling_params={"n": 2}).param == "rid"
+
+
+def test_seeds() -> None:
+    def seeds(validator: RequestValidator, **params: Any) -> list[int | None]:
+        return [message.sampling_params.sampling_seed for message in check(validator, text="a", sampling_params=params)]
+
+    given = seeds(make(), n=4, sampling_seed=7)
+    assert given[0] == 7
+    assert len(set(given)) == 4
+    assert given == seeds(make(), n=4, sampling_seed=7)
+    assert seeds(make(), n=2, sampling_seed=-3)[0] == -3
+    drawn = seeds(make(random_seed=5), n=3)
+    assert len(set(drawn)) == 3
+    assert drawn == seeds(make(random_seed=5), n=3)
+    assert seeds(make()) != seeds(make())
+
+
+def test_preferred_parameters_lie_under_the_requests() -> None:
+    validator = make(preferred_sampling_params='{"temperature": 0.3, "top_k": 5}')
+    (message,) = check(validator, text="a", sampling_params={"top_k": 9})
+    assert (message.sampling_params.temperature, message.sampling_params.top_k) == (0.3, 9)
+    with pytest.raises(StartError, match="top_p"):
+        make(preferred_sampling_params='{"top_p": 7}')
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=5),
+    n=st.integers(1, 4),
+    rid=st.one_of(st.none(), st.text("ab_0", min_size=1, max_size=4)),
+)
+def test_any_batch_expands_to_distinct_rids_in_order(prompts: list[list[int]], n: int, rid: str | None) -> None:
+    messages = check(input_ids=prompts, sampling_params={"n": n}, rid=rid)
+    assert [unpack_ids(message.input_ids).tolist() for message in messages] == [prompt for prompt in prompts for _ in range(n)]
+    assert len({message.rid for message in messages}) == len(prompts) * n
+    assert len({message.sampling_params.sampling_seed for message in messages}) == len(prompts) * n
