@@ -1,0 +1,98 @@
+"""The FastAPI app, and uvicorn to serve it on a socket that was bound before any model was loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from ..managers.errors import StartError
+from ..version import __version__
+from . import http_errors, native_api
+from .openai import routes
+from .server_args import ServerArgs
+from .server_state import ServerState
+
+KEEP_ALIVE_SECONDS = 5
+BACKLOG = 2048
+PROBE_PATHS = ("/health", "/livez", "/readyz", "/metrics")
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The app. It answers 503 until ``state.tm`` is set."""
+    app = FastAPI(title="Banyan", version=__version__)
+    app.state.server = state
+    http_errors.install(app)
+    # Any web page may call the server, but none with a user's cookies.
+    app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+    native_api.install(app)
+    routes.install(app)
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound TCP socket, listening only once the server runs. Raises StartError if the address is taken or is none of ours."""
+    try:
+        (family, kind, proto, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise StartError(f"cannot listen on host {host!r}: {error.strerror or error}") from None
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise StartError(f"port {port} on {host} is in use; choose another with --port") from None
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+    sock.setblocking(False)
+    return sock
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without signal handlers of its own: the command line decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """Stop accepting; wait for open responses, or not."""
+        self.should_exit = True
+        self.force_exit = self.force_exit or at_once
+
+
+class _NoProbes(logging.Filter):
+    def filter(self, record: logging.LogRecord) -> bool:
+        """uvicorn's access records carry (client, method, path, version, status)."""
+        arguments = record.args
+        return not (isinstance(arguments, tuple) and len(arguments) > 2 and str(arguments[2]).startswith(PROBE_PATHS))
+
+
+def make_server(app: FastAPI, args: ServerArgs, drain_seconds: int) -> HttpServer:
+    """A server for ``await server.serve(sockets=[bind(...)])``."""
+    level = (args.log_level_http or "warning").upper()
+    logging.getLogger("uvicorn").setLevel(level)
+    access = logging.getLogger("uvicorn.access")
+    access.setLevel(level)
+    access.addFilter(_NoProbes())
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=access.isEnabledFor(logging.INFO),
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=drain_seconds,
+    )
+    return HttpServer(config)

@@ -1,0 +1,236 @@
+"""The native routes: /generate and the routes that inform, probe and control."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+
+from ..managers.errors import BanyanError, RequestError
+from ..managers.generation import GenerateInput
+from ..managers.tokenizer_manager import TokenizerManager
+from ..version import __version__
+from .http_io import JSONReply, event_stream, gone, parse_body, unless_disconnected
+from .server_state import state_of
+
+PROBE_TIMEOUT = 20.0  # seconds that /health_generate waits for its token
+STATE_TIMEOUT = 10.0  # seconds that /server_info waits for the scheduler
+MAX_FLUSH_WAIT = 3600.0
+SECRET_WORDS = ("key", "password", "secret", "token")
+
+router = APIRouter()
+
+
+def install(app: FastAPI) -> None:
+    """Add the native routes."""
+    app.include_router(router)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------------------
+
+_GENERATE_BODY = {
+    "type": "object",
+    "properties": {
+        "text": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "input_ids": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}},
+        "sampling_params": {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]},
+        "rid": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "stream": {"type": "boolean", "default": False},
+        "incremental": {"type": "boolean"},
+        "extra_key": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "cache_salt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "priority": {"type": "integer"},
+        "return_prompt_token_ids": {"type": "boolean", "default": False},
+    },
+}
+
+
+def _body(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+@router.post("/generate", openapi_extra=_body(_GENERATE_BODY))
+@router.put("/generate", openapi_extra=_body(_GENERATE_BODY))
+async def generate(request: Request) -> Response:
+    """Complete one prompt or a batch of prompts."""
+    tm = state_of(request).serving()
+    query = await parse_body(request, GenerateInput.parse)
+    if query.stream:
+        return await event_stream(request, _chunks(tm, query), openai=False)
+    result = await unless_disconnected(request, tm.generate(query))
+    return gone() if result is None else JSONReply(result)
+
+
+async def _chunks(tm: TokenizerManager, query: GenerateInput) -> AsyncGenerator[dict[str, Any]]:
+    generation = await tm.start(query)
+    try:
+        async for chunk in tm.stream(generation, query):
+            yield chunk
+    finally:
+        generation.abort()
+
+
+# --- probes -----------------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 when requests are served, told from heartbeats, so a long prefill does not make it fail."""
+    reason = state_of(request).unready_reason()
+    return Response(status_code=200) if reason is None else PlainTextResponse(reason, status_code=503)
+
+
+@router.get("/livez")
+async def livez(request: Request) -> Response:
+    """200 unless a restart is the only help."""
+    state = state_of(request)
+    if state.tm is None or (found := state.tm.health()).alive:
+        return Response(status_code=200)
+    return PlainTextResponse(found.reason, status_code=503)
+
+
+@router.get("/readyz")
+async def readyz(request: Request) -> Response:
+    """200 when new requests are taken."""
+    state = state_of(request)
+    reason = state.unready_reason()
+    body = {"status": state.phase, "reason": reason}
+    return JSONReply(body, status_code=200 if reason is None else 503)
+
+
+@router.get("/health_generate")
+async def health_generate(request: Request) -> Response:
+    """200 when one token could be generated in time."""
+    state = state_of(request)
+    if (reason := state.unready_reason()) is not None:
+        return PlainTextResponse(reason, status_code=503)
+    probe = GenerateInput(
+        input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0}, rid=f"HEALTH_CHECK_{uuid.uuid4().hex}"
+    )
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT):
+            await unless_disconnected(request, state.serving().generate(probe))
+    except (TimeoutError, BanyanError) as error:
+        return PlainTextResponse(str(error) or f"no token within {PROBE_TIMEOUT:.0f} s", status_code=503)
+    return Response(status_code=200)
+
+
+# --- information ------------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/")
+@router.head("/", include_in_schema=False)
+async def root() -> Response:
+    """Who answers here."""
+    return JSONReply("Banyan is running")
+
+
+@router.get("/model_info")
+@router.get("/get_model_info")
+async def model_info(request: Request) -> Response:
+    """The model that is served."""
+    tm = state_of(request).engine()
+    config, model = tm.config, tm.info.model
+    preferred = msgspec.json.decode(config.preferred_sampling_params)
+    return JSONReply(
+        {
+            "model_path": config.model_path,
+            "served_model_name": config.served_model_name,
+            "tokenizer_path": config.tokenizer_path,
+            "is_generation": True,
+            "preferred_sampling_params": preferred or None,
+            "weight_version": config.weight_version,
+            "load_format": model.load_format,
+            "reasoning_parser": None,
+            "tool_call_parser": None,
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": model.model_type,
+            "architectures": model.architectures,
+            "max_context_length": model.context_len,
+            "vocab_size": model.vocab_size,
+        }
+    )
+
+
+@router.get("/server_info")
+@router.get("/get_server_info")
+async def server_info(request: Request) -> Response:
+    """Every option with its value, what was derived, and the scheduler's state. Never a secret."""
+    state = state_of(request)
+    tm = state.engine()
+    try:
+        async with asyncio.timeout(STATE_TIMEOUT):
+            internal = await tm.internal_state()
+    except TimeoutError:
+        raise RequestError("The scheduler does not answer.", status_code=503, err_type="ServiceUnavailableError") from None
+    options = msgspec.to_builtins(state.args)
+    derived = msgspec.to_builtins(tm.info)
+    public = {name: value for name, value in options.items() if not name.endswith(SECRET_WORDS)}
+    return JSONReply(
+        {
+            **public,
+            "served_model_name": tm.config.served_model_name,
+            "tp_size": 1,
+            "dp_size": 1,
+            "status": state.phase,
+            "max_total_num_tokens": tm.info.max_total_num_tokens,
+            "max_req_input_len": tm.info.max_req_input_len,
+            "startup_time": state.startup_time,
+            "scheduler_info": derived,
+            "internal_states": [internal],
+            "version": __version__,
+        }
+    )
+
+
+# --- control ----------------------------------------------------------------------------------------------------------------------
+
+
+@router.get("/flush_cache")
+@router.post("/flush_cache")
+async def flush_cache(request: Request, timeout: float = 0.0) -> Response:
+    """Empty the prefix cache; refused while requests run or wait, after waiting ``timeout`` seconds for idleness."""
+    if not (math.isfinite(timeout) and 0 <= timeout <= MAX_FLUSH_WAIT):
+        raise RequestError(f"timeout must be in [0, {MAX_FLUSH_WAIT:.0f}] seconds, got {timeout}.", param="timeout")
+    reply = await unless_disconnected(request, state_of(request).engine().flush_cache(timeout))
+    if reply is None:
+        return gone()
+    if reply.success:
+        return PlainTextResponse("Cache flushed.\n")
+    return PlainTextResponse(reply.message or "Flush cache failed.\n", status_code=400)
+
+
+class AbortInput(msgspec.Struct, kw_only=True):
+    """Body of /abort_request."""
+
+    rid: str | None = None
+    abort_all: bool | None = None
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> AbortInput:
+        """Check the types. Raises RequestError that names the field."""
+        try:
+            query = msgspec.convert(values, cls, strict=True)
+        except msgspec.ValidationError as error:
+            raise RequestError(str(error), param=str(error).rpartition("`$.")[2].rstrip("`") or None) from None
+        if not query.rid and not query.abort_all:
+            raise RequestError("rid must not be empty, unless abort_all is true.", param="rid")
+        return query
+
+
+_ABORT_BODY = {"type": "object", "properties": {"rid": {"type": "string"}, "abort_all": {"type": "boolean", "default": False}}}
+
+
+@router.post("/abort_request", openapi_extra=_body(_ABORT_BODY))
+async def abort_request(request: Request) -> Response:
+    """Abort the request with exactly this rid (and what it was expanded to), or all; says how many choices were aborted."""
+    tm = state_of(request).engine()
+    query = await parse_body(request, AbortInput.parse)
+    return JSONReply({"aborted": tm.abort(query.rid or "", bool(query.abort_all))})

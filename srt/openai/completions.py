@@ -1,0 +1,112 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...managers.errors import RequestError
+from ...managers.generation import GenerateInput, Generation, Output
+from ...managers.tokenizer_manager import TokenizerManager
+from ..http_io import JSONReply, event_stream, gone, parse_body, require_json, unless_disconnected
+from ..server_state import state_of
+from .protocol import CompletionBody
+from .replies import Reply, Usage, check_model, checked_reason, collect, start
+
+NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "input_ids": "prompt",
+    "text": "prompt",
+}
+
+
+async def completions(request: Request) -> Response:
+    """Complete one prompt or several, each n times."""
+    require_json(request)
+    tm = state_of(request).serving()
+    body = await parse_body(request, CompletionBody.parse)
+    model = check_model(tm, body.model)
+    if body.best_of is not None and body.best_of > body.n:
+        raise RequestError("best_of greater than n is not supported.", param="best_of")
+    reply = Reply("cmpl", "text_completion", model)
+    if body.stream:
+        return await event_stream(request, _chunks(tm, body, reply), openai=True, headers=reply.headers)
+    answer = await unless_disconnected(request, _answer(tm, body, reply))
+    return gone() if answer is None else JSONReply(answer, headers=reply.headers)
+
+
+def _query(body: CompletionBody) -> GenerateInput:
+    kinds = {type(item) for item in body.prompt} if isinstance(body.prompt, list) else {str}
+    return GenerateInput(
+        text=body.prompt if kinds == {str} else None,
+        input_ids=None if kinds == {str} else body.prompt,
+        sampling_params=body.sampling_params(),
+        rid=body.rid,
+        stream=body.stream,
+        extra_key=body.extra_key,
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+async def _echoes(tm: TokenizerManager, body: CompletionBody, generation: Generation) -> list[str]:
+    """Text of the prompt of each index; empty strings without echo."""
+    if not body.echo:
+        return [""] * len(generation.rids)
+    if isinstance(body.prompt, str):
+        return [body.prompt] * body.n
+    if isinstance(body.prompt[0], str):
+        return [text for text in body.prompt for _ in range(body.n)]
+    skip = body.skip_special_tokens
+    decode = tm.tokenizer.decode
+    return [await asyncio.to_thread(decode, ids, skip_special_tokens=skip) for ids in generation.prompts]
+
+
+def _choice(body: CompletionBody, output: Output, generation: Generation) -> dict[str, Any]:
+    reason = checked_reason(output.finish_reason)
+    choice: dict[str, Any] = {
+        "index": output.index,
+        "text": output.text,
+        "logprobs": None,
+        "finish_reason": reason.kind if reason else None,
+        "matched_stop": reason.matched if reason else None,
+    }
+    if body.return_token_ids:
+        choice["token_ids"] = output.token_ids
+        choice["prompt_token_ids"] = generation.prompts[output.index]
+    return choice
+
+
+async def _answer(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> dict[str, Any]:
+    generation = await start(tm, _query(body), NAMES)
+    usage = Usage(body.n)
+    outputs = await collect(generation, usage)
+    echoes = await _echoes(tm, body, generation)
+    choices = [_choice(body, output, generation) for output in outputs]
+    for choice in choices:
+        choice["text"] = echoes[choice["index"]] + choice["text"]
+    return {**reply.body(choices, usage.body()), "metadata": {"weight_version": tm.config.weight_version}}
+
+
+async def _chunks(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
+    """One chunk per output that tells something. Clients read choices[0] of each, so only a usage chunk they asked for has none."""
+    generation = await start(tm, _query(body), NAMES)
+    usage = Usage(body.n)
+    try:
+        echoes = dict(enumerate(await _echoes(tm, body, generation)))
+        async for output in generation:
+            usage.add(output)
+            output.text = echoes.pop(output.index, "") + output.text
+            choice = _choice(body, output, generation)
+            if output.text or output.finish_reason or (body.return_token_ids and output.token_ids):
+                yield reply.body([choice], usage.body() if body.wants_running_usage() else None)
+    finally:
+        generation.abort()
+    if body.wants_usage():
+        yield reply.body([], usage.body())

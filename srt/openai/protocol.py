@@ -1,0 +1,246 @@
+"""Bodies of the OpenAI routes: the fields that are honoured, typed; those that are not refuse any value but their default.
+
+Fields that no one knows are ignored. A null means the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from ...managers.errors import RequestError
+
+MAX_N = 128
+OFF: tuple[Any, ...] = (None, False, [], {})  # values that mean "not wanted" for every field
+BRANCH_NAMES = frozenset({"str", "int"})  # pydantic's names for the branches of a union, no part of a path
+
+
+def _short(value: Any) -> Any:
+    """Lets lists of ids through without a look at each item by pydantic: a prompt may have millions."""
+    if value == "" or value == []:
+        raise ValueError("Prompt cannot be empty")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string, a list of strings, a list of token ids or a list of lists of token ids")
+    kinds = set(map(type, value))
+    if kinds == {list}:
+        kinds = {type(item) for ids in value for item in ids}
+        good = kinds == {int} and all(value)
+    else:
+        good = kinds in ({str}, {int})
+    if not good:
+        raise ValueError(
+            "must be a string, a list of strings, a list of token ids or a list of lists of token ids, none of them empty"
+        )
+    return value
+
+
+Prompt = Annotated[Any, BeforeValidator(_short)]
+Stop = str | list[str]
+
+
+class Body(BaseModel):
+    """Strict about types, lenient about unknown names."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}  # name -> values, besides OFF, that change nothing
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        """Validate a decoded body. Raises RequestError that names the field."""
+        for name, harmless in cls.unsupported.items():
+            if name in values and not _is_one_of(values[name], (*OFF, *harmless)):
+                raise RequestError(f"{name} is not supported.", param=name)
+        try:
+            return cls.model_validate({name: value for name, value in values.items() if value is not None})
+        except ValidationError as error:
+            raise _named(error) from None
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Equal to one of them, where 0 is not False: ``logprobs: 0`` asks for something."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
+def _named(error: ValidationError) -> RequestError:
+    """The most precise of pydantic's complaints, as one line with the field's path."""
+    first = max(error.errors(include_url=False, include_context=False, include_input=False), key=lambda each: len(each["loc"]))
+    path = [part for part in first["loc"] if isinstance(part, int) or (part.isidentifier() and part not in BRANCH_NAMES)]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    return RequestError(f"{name}: {message}" if name else message, param=str(path[0]) if path else None)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class GenerateBody(Body):
+    """What completions and chat have in common. ``unsupported`` names come from OpenAI, SGLang and vLLM."""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "frequency_penalty": (0,),
+        "presence_penalty": (0,),
+        "repetition_penalty": (1,),
+        "logit_bias": (),
+        "json_schema": ("",),
+        "regex": ("",),
+        "ebnf": ("",),
+        "structural_tag": ("",),
+        "stop_regex": ("",),
+        "lora_path": (),
+        "session_id": (),
+        "session_params": (),
+        "custom_params": (),
+        "custom_logit_processor": (),
+        "bootstrap_host": (),
+        "bootstrap_port": (),
+        "bootstrap_room": (),
+        "routed_dp_rank": (),
+        "data_parallel_rank": (),
+        "disagg_prefill_dp_rank": (),
+        "return_hidden_states": (),
+        "return_routed_experts": (),
+        "return_sampling_mask": (),
+        "prompt_logprobs": (),
+        "allowed_token_ids": (),
+        "bad_words": (),
+        "use_beam_search": (),
+        "length_penalty": (1,),
+        "structured_outputs": (),
+        "response_format": ({"type": "text"},),
+    }
+
+    model: str | None = None
+    n: int = Field(1, ge=1, le=MAX_N)
+    seed: int | None = None
+    stop: Stop = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    user: str | None = None
+    # extensions
+    top_k: int = -1
+    min_p: float = Field(0.0, ge=0, le=1)
+    min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    rid: str | list[str] | None = None
+    extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
+    priority: int | None = None
+    return_token_ids: bool = False
+
+    def token_limit(self) -> int | None:
+        """Most new tokens; None: what the context has room for."""
+        raise NotImplementedError
+
+    def sampling_params(self) -> dict[str, Any]:
+        """The native sampling parameters. Only what the body set is named, so that server-wide preferences fill the rest."""
+        names = (
+            "n",
+            "stop",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "no_stop_trim",
+        )
+        params: dict[str, Any] = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        params["max_new_tokens"] = self.token_limit()
+        if self.min_tokens:
+            params["min_new_tokens"] = self.min_tokens
+        if self.seed is not None:
+            params["sampling_seed"] = self.seed
+        return params
+
+    def wants_usage(self) -> bool:
+        """The stream ends with a chunk that has usage and no choices."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def wants_running_usage(self) -> bool:
+        """Every chunk of the stream has usage."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(GenerateBody):
+    """POST /v1/completions"""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerateBody.unsupported,
+        "suffix": ("",),
+        "logprobs": (),
+    }
+
+    prompt: Prompt
+    echo: bool = False
+    max_tokens: int = Field(16, ge=0)
+    best_of: int | None = Field(None, ge=1)
+
+    def token_limit(self) -> int | None:
+        return self.max_tokens
+
+
+class TextPart(Body):
+    """One part of a message's content. Only text is served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(Body):
+    """One message. What a template may read besides role and content is handed through."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+    role: str = Field(min_length=1)
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatBody(GenerateBody):
+    """POST /v1/chat/completions"""
+
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **GenerateBody.unsupported,
+        "logprobs": (),
+        "top_logprobs": (0,),
+        "tools": (),
+        "tool_choice": ("none", "auto"),
+        "functions": (),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "input_ids": (),
+        "chat_template": (),
+        "documents": (),
+        "web_search_options": (),
+        "reasoning": (),
+        "reasoning_effort": ("none",),
+    }
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
+
+    def token_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -1,0 +1,74 @@
+"""The /v1 routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from ..http_io import JSONReply
+from ..server_state import ServerState, state_of
+from .chat import chat_completions
+from .completions import completions
+from .protocol import ChatBody, CompletionBody
+from .replies import model_not_found
+
+REF = "#/components/schemas/{model}"
+OWNED_BY = "sglang"  # the value by which gateways recognise the wire format
+BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody]
+
+router = APIRouter(prefix="/v1")
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+router.add_api_route("/completions", completions, methods=["POST"], openapi_extra=_body(CompletionBody))
+router.add_api_route("/chat/completions", chat_completions, methods=["POST"], openapi_extra=_body(ChatBody))
+
+
+@router.get("/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    return JSONReply({"object": "list", "data": [_card(state_of(request))]})
+
+
+@router.get("/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """The card of a model, or 404."""
+    card = _card(state_of(request))
+    if name != card["id"]:
+        raise model_not_found(name)
+    return JSONReply(card)
+
+
+def _card(state: ServerState) -> dict[str, Any]:
+    tm = state.engine()
+    return {
+        "id": tm.config.served_model_name,
+        "object": "model",
+        "created": state.created,
+        "owned_by": OWNED_BY,
+        "root": tm.config.model_path,
+        "parent": None,
+        "max_model_len": tm.info.model.context_len,
+    }
+
+
+def install(app: FastAPI) -> None:
+    """Add the /v1 routes and the schemas of their bodies to the OpenAPI document."""
+    app.include_router(router)
+    plain = app.openapi
+    _, schemas = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
+
+    def openapi() -> dict[str, Any]:
+        document = plain()
+        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,70 @@
+"""What the routes share: the options, the engine once it stands, and the phase of the server's life."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Literal
+
+from ..managers.chat_template import ChatTemplate
+from ..managers.errors import RequestError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from ..managers.tokenizer_manager import TokenizerManager
+    from .server_args import ServerArgs
+
+
+class ServerState:
+    """starting (until the warm-up is over) -> ready -> draining."""
+
+    def __init__(self, args: ServerArgs) -> None:
+        self.args = args
+        self.tm: TokenizerManager | None = None
+        self.chat_template: ChatTemplate | None = None
+        self.created = int(time.time())
+        self.startup_time: float | None = None
+        self._begin = time.monotonic()
+        self._warm = False
+
+    def attach(self, tm: TokenizerManager) -> None:
+        """The engine stands. Raises StartError for a chat template that does not compile."""
+        self.chat_template = ChatTemplate.of(tm.tokenizer, tm.config.chat_template)
+        self.tm = tm
+
+    @property
+    def phase(self) -> Literal["starting", "ready", "draining"]:
+        if self.tm is not None and self.tm.draining:
+            return "draining"
+        return "ready" if self._warm else "starting"
+
+    def mark_ready(self) -> None:
+        """The warm-up is over."""
+        self._warm = True
+        self.startup_time = time.monotonic() - self._begin
+
+    def unready_reason(self) -> str | None:
+        """Why new requests are not taken now; None if they are."""
+        if self.tm is None or self.phase != "ready":
+            return self.phase
+        health = self.tm.health()
+        return None if health.ready else health.reason
+
+    def engine(self) -> TokenizerManager:
+        """The tokenizer manager. Raises RequestError 503 while there is none."""
+        if self.tm is None:
+            raise RequestError("The server is starting.", status_code=503, err_type="ServiceUnavailableError")
+        return self.tm
+
+    def serving(self) -> TokenizerManager:
+        """The tokenizer manager, for a new request. Raises RequestError 503 when none is taken."""
+        tm = self.engine()
+        if tm.draining:
+            raise RequestError("The server is shutting down.", status_code=503, err_type="ServiceUnavailableError")
+        return tm
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the app that serves the request."""
+    state: ServerState = request.app.state.server
+    return state
