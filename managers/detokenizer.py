@@ -174,7 +174,7 @@ def _ends_with_stop_token(ids: Sequence[int], finish: FinishReason) -> bool:
 
 
 class Detokenizer:
-    """The streams of all running requests. A stream begins with a row that has options and ends with one that has a finish reason."""
+    """The streams of all requests. A stream begins with the row that has options and ends with the one that has a finish reason."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

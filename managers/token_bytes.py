@@ -88,7 +88,7 @@ def _sentencepiece(token: str, replacements: list[tuple[str, str]], *, byte_fall
 
 
 def _sentencepiece_plan(steps: list[Any]) -> tuple[list[tuple[str, str]], bool, bool] | None:
-    """(replacements, byte fallback, strip) if the steps are Replace*, ByteFallback?, Fuse and at most a Strip of one leading space."""
+    """(replacements, byte fallback, strip) if the steps are Replace*, ByteFallback?, Fuse and maybe a Strip of one space."""
     kinds = [_kind(step) for step in steps]
     num_replace = next((rank for rank, kind in enumerate(kinds) if kind != "Replace"), len(kinds))
     tail = kinds[num_replace:]

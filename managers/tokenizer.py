@@ -166,11 +166,15 @@ def _from_folder(folder: Path) -> Tokenizer:
         key: _token_text(value) for key, value in (_read_json(folder / "special_tokens_map.json") | config).items() if key in names
     }
     _add_missing(backend, config, specials)
-    found = {name: (token, backend.token_to_id(token)) for name, token in specials.items() if token is not None}
-    ids = {name: id for name, (_, id) in found.items() if id is not None}
+    ids: dict[str, int] = {}
+    for name, token in specials.items():
+        if token is not None and (id := backend.token_to_id(token)) is not None:
+            ids[name] = id
     if config.get("add_bos_token") is not None or config.get("add_eos_token") is not None:
         wanted = [name for name in ("bos", "eos") if config.get(f"add_{name}_token") and f"{name}_token" in ids]
-        backend.post_processor = template_processor({name: found[f"{name}_token"] for name in wanted})
+        backend.post_processor = template_processor(
+            {name: (specials[f"{name}_token"] or "", ids[f"{name}_token"]) for name in wanted}
+        )
     vocab = backend.get_vocab(with_added_tokens=True)
     tokens: list[str | None] = [None] * (max(vocab.values(), default=-1) + 1)
     for token, id in vocab.items():
