@@ -43,6 +43,8 @@ def gguf_config(gguf: GGUFFile) -> dict[str, Any]:
         raise GGUFError(f"GGUF architecture {arch!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
     if gguf.metadata.get(f"{arch}.expert_count"):
         raise GGUFError("mixture-of-experts models are not supported")
+    if gguf.metadata.get("split.count", 1) > 1:
+        raise GGUFError("a GGUF split over several files is not supported; join them with llama-gguf-split --merge")
     if "token_embd.weight" not in gguf.tensors:
         raise GGUFError("there is no token_embd.weight; it does not hold a whole model")
     keys = {k.removeprefix(f"{arch}."): v for k, v in gguf.metadata.items() if k.startswith(f"{arch}.")}
