@@ -187,6 +187,11 @@ class ProcessGroup:
             self._told = True
         self._on_death(EngineDeadError(f"the {dead.name} process died: {dead.cause_of_death()}", dead.traceback))
 
+    @property
+    def owned(self) -> bool:
+        """False in a process that was forked from the one that made the group."""
+        return os.getpid() == self._owner
+
     def pids(self) -> list[int]:
         """Pids of the children that live."""
         return [child.pid for child in self.children if not child.dead]
@@ -196,7 +201,7 @@ class ProcessGroup:
 
         Idempotent. Does nothing in a process forked from the owner.
         """
-        if os.getpid() != self._owner:
+        if not self.owned:
             return
         with self._changed:
             self._stopping = True

@@ -44,12 +44,12 @@ def make(**options: Any) -> RequestValidator:
     return RequestValidator(config, info, ByteTokenizer())
 
 
-def check(validator: RequestValidator | None = None, **request: Any) -> list[GenerateReq]:
+def check(validator: RequestValidator | None = None, /, **request: Any) -> list[GenerateReq]:
     validator = validator or make()
     return validator.prepare(validator.plan(GenerateInput.parse(request)))
 
 
-def refused(validator: RequestValidator | None = None, **request: Any) -> RequestError:
+def refused(validator: RequestValidator | None = None, /, **request: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
         check(validator, **request)
     assert caught.value.status_code == 400

@@ -1,0 +1,62 @@
+"""From options to running processes: resolve the model, start scheduler and detokenizer together, wait until both are ready."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import msgspec
+
+from ..managers.config import SchedulerInfo, TokenizerManagerConfig
+from ..managers.errors import StartError
+from ..managers.ipc import IpcNames
+from ..managers.process_group import ChildSpec, ProcessGroup
+from .model_source import resolve_model
+from .server_args import ServerArgs
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT = 1800.0  # seconds until all processes are ready; a big model loads for minutes
+
+
+@dataclass(slots=True)
+class Launched:
+    """What runs now. The tokenizer manager is the caller's to make, on the caller's loop."""
+
+    manager_config: TokenizerManagerConfig
+    info: SchedulerInfo
+    group: ProcessGroup
+    ipc: IpcNames
+
+    def stop(self, timeout: float) -> None:
+        """Give the processes ``timeout`` seconds to leave, end them, delete the sockets. Idempotent; no-op in a forked process."""
+        if self.group.owned:
+            self.group.stop(timeout)
+            self.ipc.remove()
+
+
+def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
+    """Start the engine's processes. Raises StartError, with a child's traceback in ``detail``, after cleaning up."""
+    model_path = os.fspath(resolve_model(args.model_path, args.revision, args.download_dir).path)
+    ipc = IpcNames.create()
+    group = ProcessGroup()
+    try:
+        specs = [
+            ChildSpec(name="scheduler", config=args.scheduler_config(ipc, model_path)),
+            ChildSpec(name="detokenizer", config=args.detokenizer_config(ipc, model_path)),
+        ]
+        payloads = group.start(specs, timeout)
+        info = _scheduler_info(payloads["scheduler"])
+        return Launched(args.tokenizer_manager_config(ipc, model_path), info, group, ipc)
+    except BaseException:
+        group.stop(0)
+        ipc.remove()
+        raise
+
+
+def _scheduler_info(payload: object) -> SchedulerInfo:
+    try:
+        return msgspec.convert(payload, SchedulerInfo)
+    except msgspec.ValidationError as error:
+        raise StartError(f"the scheduler reported something odd: {error}") from None
