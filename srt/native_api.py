@@ -15,14 +15,13 @@ from starlette.responses import PlainTextResponse, Response
 from ..managers.errors import BanyanError, RequestError
 from ..managers.generation import GenerateInput
 from ..managers.tokenizer_manager import TokenizerManager
-from ..version import __version__
+from . import info
 from .http_io import JSONReply, event_stream, gone, parse_body, unless_disconnected
 from .server_state import state_of
 
 PROBE_TIMEOUT = 20.0  # seconds that /health_generate waits for its token
 STATE_TIMEOUT = 10.0  # seconds that /server_info waits for the scheduler
 MAX_FLUSH_WAIT = 3600.0
-SECRET_WORDS = ("key", "password", "secret", "token")
 
 router = APIRouter()
 
@@ -135,28 +134,7 @@ async def root() -> Response:
 @router.get("/get_model_info")
 async def model_info(request: Request) -> Response:
     """The model that is served."""
-    tm = state_of(request).engine()
-    config, model = tm.config, tm.info.model
-    preferred = msgspec.json.decode(config.preferred_sampling_params)
-    return JSONReply(
-        {
-            "model_path": config.model_path,
-            "served_model_name": config.served_model_name,
-            "tokenizer_path": config.tokenizer_path,
-            "is_generation": True,
-            "preferred_sampling_params": preferred or None,
-            "weight_version": config.weight_version,
-            "load_format": model.load_format,
-            "reasoning_parser": None,
-            "tool_call_parser": None,
-            "has_image_understanding": False,
-            "has_audio_understanding": False,
-            "model_type": model.model_type,
-            "architectures": model.architectures,
-            "max_context_length": model.context_len,
-            "vocab_size": model.vocab_size,
-        }
-    )
+    return JSONReply(info.model_info(state_of(request).engine()))
 
 
 @router.get("/server_info")
@@ -167,27 +145,10 @@ async def server_info(request: Request) -> Response:
     tm = state.engine()
     try:
         async with asyncio.timeout(STATE_TIMEOUT):
-            internal = await tm.internal_state()
+            body = await info.server_info(tm, state.args, status=state.phase, startup_time=state.startup_time)
     except TimeoutError:
         raise RequestError("The scheduler does not answer.", status_code=503, err_type="ServiceUnavailableError") from None
-    options = msgspec.to_builtins(state.args)
-    derived = msgspec.to_builtins(tm.info)
-    public = {name: value for name, value in options.items() if not name.endswith(SECRET_WORDS)}
-    return JSONReply(
-        {
-            **public,
-            "served_model_name": tm.config.served_model_name,
-            "tp_size": 1,
-            "dp_size": 1,
-            "status": state.phase,
-            "max_total_num_tokens": tm.info.max_total_num_tokens,
-            "max_req_input_len": tm.info.max_req_input_len,
-            "startup_time": state.startup_time,
-            "scheduler_info": derived,
-            "internal_states": [internal],
-            "version": __version__,
-        }
-    )
+    return JSONReply(body)
 
 
 # --- control ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,171 @@
+"""The life of ``banyan serve``: bind, start the engine, warm up, serve, drain, stop; and ``--explain``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from typing import Any, NoReturn
+
+import msgspec
+import uvloop
+
+from ..managers.config import SchedulerInfo
+from ..managers.errors import EngineDeadError, StartError
+from ..managers.generation import GenerateInput
+from ..managers.tokenizer_manager import TokenizerManager
+from .http_server import bind, create_app, make_server
+from .launcher import Launched, launch
+from .server_args import ServerArgs, options
+from .server_state import ServerState
+
+log = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 60  # that open requests get to finish after the first signal
+STOP_SECONDS = 10.0  # that the processes get to leave after that
+DEATH_GRACE = 0.3  # seconds in which open requests are told that the engine has died
+READY_MESSAGE = "The server is fired up and ready to roll!"  # launch scripts wait for exactly this line
+WARM_UP_TEXT = "The capital city of France is"
+WARM_UP_TOKENS = 8
+
+
+def serve(args: ServerArgs) -> int:
+    """Serve until a signal comes; the exit status. Raises StartError, and EngineDeadError when a process of the engine died.
+
+    The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may finish. The second ends at once.
+    """
+    sock = bind(args.host, args.port)  # before a model is loaded for minutes
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Life(args, sock).run())
+
+
+def explain(args: ServerArgs) -> int:
+    """Start the engine, print every value and why it is so, stop it."""
+    launched = launch(args)
+    try:
+        print("\n".join(explanation(args, launched.info)))
+    finally:
+        launched.stop(0)
+    return 0
+
+
+def explanation(args: ServerArgs, info: SchedulerInfo) -> list[str]:
+    """One line for each option and each derived value."""
+    lines = ["Options:"]
+    for option in options():
+        value = getattr(args, option.name)
+        lines.append(f"  {option.name} = {value!r}  ({'default' if value == option.default else 'set'}; {option.help})")
+    values = {**msgspec.to_builtins(info.model), **msgspec.to_builtins(info)}
+    reasons = {**info.model.explain, **info.explain}
+    shown = {name: value for name, value in values.items() if name not in ("explain", "model")}
+    lines.append("Derived:")
+    for name in dict.fromkeys([*shown, *reasons]):
+        value = f" = {shown[name]!r}" if name in shown else ""
+        reason = f"  ({reasons[name]})" if name in reasons else ""
+        lines.append(f"  {name}{value}{reason}")
+    return lines
+
+
+class _Life:
+    """One run of the server, on one event loop."""
+
+    def __init__(self, args: ServerArgs, sock: socket.socket) -> None:
+        self._args = args
+        self._sock = sock
+        self._state = ServerState(args)
+        self._server = make_server(create_app(self._state), args, DRAIN_SECONDS)
+        self._launched: Launched | None = None
+        self._death: EngineDeadError | None = None
+        self._num_signals = 0
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._signalled, number)
+        http = asyncio.ensure_future(self._listen())
+        start = asyncio.ensure_future(self._start())
+        try:
+            await asyncio.wait({http, start}, return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+            await http
+        finally:
+            self._server.stop(at_once=True)
+            start.cancel()
+            await asyncio.gather(http, start, return_exceptions=True)
+            await self._stop_engine()
+        if self._death is not None:
+            raise self._death
+        return 0
+
+    async def _listen(self) -> None:
+        host, port = self._sock.getsockname()[:2]
+        try:
+            await self._server.serve(sockets=[self._sock])
+        except OSError as error:  # somebody else began to listen since the address was bound
+            raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+    async def _start(self) -> None:
+        launched = await asyncio.to_thread(launch, self._args)
+        self._launched = launched
+        tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
+        tm.start_loop()
+        self._state.attach(tm)
+        loop = asyncio.get_running_loop()
+
+        def on_death(error: EngineDeadError) -> None:
+            tm.fail(error)
+            loop.call_soon_threadsafe(self._died, error)
+
+        launched.group.watch(on_death)
+        if not self._args.skip_server_warmup:
+            await _warm_up(tm)
+        self._state.mark_ready()
+        host, port = self._sock.getsockname()[:2]
+        log.info("Serving %s on http://%s:%d", tm.config.served_model_name, f"[{host}]" if ":" in host else host, port)
+        log.info(READY_MESSAGE)
+
+    def _died(self, error: EngineDeadError) -> None:
+        self._death = error
+        log.error("%s", error)
+        self._server.stop()
+        asyncio.get_running_loop().call_later(DEATH_GRACE, lambda: self._server.stop(at_once=True))
+
+    def _signalled(self, number: int) -> None:
+        self._num_signals += 1
+        name = signal.Signals(number).name
+        if self._num_signals > 1:
+            log.warning("%s again: ending at once", name)
+            _leave(128 + number)
+        if self._launched is None or self._state.tm is None:
+            log.info("%s while starting", name)
+            _leave(0)
+        self._state.tm.draining = True
+        log.info("%s: draining, at most %d s", name, DRAIN_SECONDS)
+        self._server.stop()
+
+    async def _stop_engine(self) -> None:
+        tm, launched = self._state.tm, self._launched
+        if tm is not None and self._death is None:
+            tm.begin_shutdown()
+        if launched is not None:
+            await asyncio.to_thread(launched.stop, STOP_SECONDS if self._death is None else 0.0)
+        if tm is not None:
+            await tm.close()
+
+
+async def _warm_up(tm: TokenizerManager) -> None:
+    """One request through all processes, then an empty cache again."""
+    ids: list[int] = tm.tokenizer.encode(WARM_UP_TEXT)[: tm.info.max_req_input_len]
+    room = max(0, min(tm.info.max_req_len, tm.info.model.context_len) - len(ids))
+    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": min(WARM_UP_TOKENS, room)}
+    await tm.generate(GenerateInput(input_ids=ids, sampling_params=params))
+    await tm.flush_cache(timeout=1.0)
+
+
+def _leave(status: int) -> NoReturn:
+    """End this process now. The children see their parent's end, delete the sockets and go too."""
+    logging.shutdown()
+    os._exit(status)
