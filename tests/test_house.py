@@ -11,9 +11,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import banyan
+import pytest
 
 ROOT = Path(banyan.__file__).parent
 FLOORS = ("lang", "srt", "managers", "model_executor", "layers", "mem_cache")
@@ -62,7 +61,7 @@ def imports_of(tree: ast.AST) -> Iterator[str]:
 
 
 def attributes_of(node: ast.ClassDef) -> set[str]:
-    """Fields declared in the body and attributes assigned to self anywhere in the class; ClassVars and class constants do not count."""
+    """Fields declared in the body and attributes assigned to self anywhere in the class; class constants do not count."""
     declared = {
         item.target.id
         for item in node.body
@@ -83,7 +82,11 @@ def test_packages_are_the_folders() -> None:
 
 
 def test_top_level_is_fixed() -> None:
-    found = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_")) and not path.name.endswith(".egg-info")}
+    found = {
+        path.name
+        for path in ROOT.iterdir()
+        if path.is_dir() and not path.name.startswith((".", "_")) and not path.name.endswith(".egg-info")
+    }
     assert found <= {*FLOORS, *OUTSIDE}
 
 
@@ -130,7 +133,10 @@ def test_torch_is_never_loaded_where_it_must_not_be() -> None:
         free |= parts[0] == "layers" and parts[-1] in ("rng", "sampling_input")
         if free:
             modules.append("banyan." + ".".join(parts))
-    code = f"import sys; sys.modules['torch'] = sys.modules['transformers'] = None\nimport importlib\nfor m in {modules!r}: importlib.import_module(m)"
+    code = (
+        "import importlib, sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        f"for module in {modules!r}: importlib.import_module(module)"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

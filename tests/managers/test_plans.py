@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from banyan.managers.prefill_adder import Admission, Candidate, PrefillBudget, plan_prefill
 from banyan.managers.retraction import NewTokenRatio, retraction_order
 from banyan.managers.schedule_policy import ORDERS, POLICIES, needs_matches
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def budget(**changes: Any) -> PrefillBudget:

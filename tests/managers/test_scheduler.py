@@ -2,108 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from banyan.managers.io_struct import FinishReason
+from harness import CONFIG, EOS, SCRIPT, VOCAB, Harness
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from banyan.managers.config import RunnerConfig, SchedulerConfig
-from banyan.managers.event_loop import NormalLoop, OverlapLoop
-from banyan.managers.faults import Faults
-from banyan.managers.invariants import check_memory
-from banyan.managers.io_struct import FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
-from banyan.managers.ipc import IpcNames
-from banyan.managers.req import Req
-from banyan.managers.sampling_params import SamplingParams
-from banyan.managers.scheduler_process import build_memory, build_scheduler
-from banyan.model_executor.oracle import OracleRunner
-
-VOCAB = 512
-EOS = 2
-SCRIPT = VOCAB - 1
-IPC = IpcNames(directory="", scheduler="", detokenizer="", tokenizer="")
-TOKENIZER: Any = SimpleNamespace(eos_token_ids=[])
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 8,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "eos_token_id": EOS,
-    "bos_token_id": 1,
-    "torch_dtype": "float32",
-}
-
-
-class Harness:
-    """A scheduler, its loop and what it sent."""
-
-    def __init__(self, folder: Path, *, overlap: bool, page_size: int, faults: dict[str, float] | None = None, **options: Any) -> None:
-        runner = RunnerConfig(
-            model_path=str(folder), load_format="oracle", page_size=page_size, overlap=overlap, max_total_tokens=options.pop("total", 2048)
-        )
-        config = SchedulerConfig(ipc=IPC, runner=runner, tokenizer_path="", **{"max_running_requests": 8, **options})
-        self.runner = OracleRunner(runner)
-        self.info, self.memory = build_memory(config, self.runner, TOKENIZER)
-        self.scheduler = build_scheduler(config, self.info, self.memory, self.runner, self._take)
-        self.scheduler.faults = Faults(faults)
-        self.loop = (OverlapLoop if overlap else NormalLoop)(self.scheduler, lambda idle: None)
-        self.ids: dict[str, list[int]] = {}
-        self.reasons: dict[str, FinishReason] = {}
-        self.cached: dict[str, int] = {}
-        self.arrivals = itertools.count()
-
-    def _take(self, output: TokenOutput) -> None:
-        ids = iter(unpack_ids(output.token_ids).tolist())
-        announced = {output.rids[row] for row, _ in output.options}
-        for row, rid in enumerate(output.rids):
-            assert rid not in self.reasons, "output after the last row"
-            assert (rid in announced) == (rid not in self.ids), "options travel with the first row and only there"
-            self.ids.setdefault(rid, []).extend(itertools.islice(ids, output.num_ids[row]))
-            assert output.completion_tokens[row] == len(self.ids[rid])
-            assert 0 <= output.cached_tokens[row] <= output.prompt_tokens[row]
-            self.cached[rid] = output.cached_tokens[row]
-            if output.finish_reasons[row] is not None:
-                self.reasons[rid] = output.finish_reasons[row]
-        assert next(ids, None) is None
-
-    def submit(self, rid: str, prompt: list[int], *, stream: bool = False, extra_key: str = "", **params: Any) -> None:
-        message = GenerateReq(
-            rid=rid,
-            input_ids=pack_ids(prompt),
-            sampling_params=SamplingParams.parse({"max_new_tokens": 8, "temperature": 0, **params}, VOCAB),
-            stream=stream,
-            extra_key=extra_key,
-        )
-        self.scheduler.add(Req.from_message(message, arrival=next(self.arrivals), weight_version="default", tokenizer=TOKENIZER))
-
-    def turn(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.loop.turn()
-            check_memory(self.memory, strict=True)
-
-    def drain(self, limit: int = 3000) -> None:
-        for _ in range(limit):
-            self.turn()
-            if self.scheduler.is_idle():
-                self.turn(2)
-                self.memory.cache.check() if hasattr(self.memory.cache, "check") else None
-                return
-        raise AssertionError("the scheduler does not come to rest")
-
-    def close(self) -> None:
-        self.runner.close()
 
 
 def expected(prompt: list[int], num_new: int) -> list[int]:
@@ -128,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=[(False, 1), (False, 16), (True, 1), (True, 16)], ids=lambda p: f"{'overlap' if p[0] else 'normal'}-page{p[1]}")
+@pytest.fixture(
+    params=[(False, 1), (False, 16), (True, 1), (True, 16)], ids=lambda p: f"{'overlap' if p[0] else 'normal'}-page{p[1]}"
+)
 def make(request: pytest.FixtureRequest, folder: Path) -> Any:
     overlap, page_size = request.param
     made: list[Harness] = []
@@ -153,7 +63,10 @@ def test_outputs_follow_from_the_context_alone(make: Any) -> None:
         assert harness.reasons[rid].kind == ("stop" if harness.ids[rid][-1] == EOS else "length")
 
 
-@pytest.mark.parametrize("options", [{"chunked_prefill_size": 32}, {"chunked_prefill_size": -1}, {"disable_radix_cache": True}, {"schedule_policy": "lpm"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"chunked_prefill_size": 32}, {"chunked_prefill_size": -1}, {"disable_radix_cache": True}, {"schedule_policy": "lpm"}],
+)
 def test_outputs_do_not_depend_on_options(make: Any, options: dict[str, Any]) -> None:
     harness = make(**options)
     shared = prompt_of(99, 100)
@@ -193,19 +106,19 @@ def test_second_request_hits_the_shared_prefix(make: Any) -> None:
     harness = make()
     page = harness.info.page_size
     shared = prompt_of(1, 1000)
-    harness.submit("a", shared + [7])
+    harness.submit("a", [*shared, 7])
     harness.drain()
-    harness.submit("b", shared + [9])
+    harness.submit("b", [*shared, 9])
     harness.drain()
     assert harness.cached == {"a": 0, "b": 1000 // page * page}
-    assert harness.ids["b"] == expected(shared + [9], 8)
+    assert harness.ids["b"] == expected([*shared, 9], 8)
 
 
 def test_the_key_separates_tenants(make: Any) -> None:
     harness = make()
     prompt = prompt_of(1, 64)
     for rid, key in [("a", "x"), ("b", "y"), ("c", "x")]:
-        harness.submit(rid, prompt + [5], extra_key=key)
+        harness.submit(rid, [*prompt, 5], extra_key=key)
         harness.drain()
     assert harness.cached["b"] == 0
     assert harness.cached["c"] == 64
@@ -228,7 +141,12 @@ def test_scripts_end_by_eos_stop_token_or_length(make: Any) -> None:
     harness.submit("length", script, max_new_tokens=4)
     harness.submit("ignore", [SCRIPT, 3, 10, EOS, 11], max_new_tokens=3, ignore_eos=True)
     harness.drain()
-    assert harness.ids == {"eos": [10, 11, 12, 13, 14, 15, EOS], "token": [10, 11, 12], "length": [10, 11, 12, 13], "ignore": [10, EOS, 11]}
+    assert harness.ids == {
+        "eos": [10, 11, 12, 13, 14, 15, EOS],
+        "token": [10, 11, 12],
+        "length": [10, 11, 12, 13],
+        "ignore": [10, EOS, 11],
+    }
     assert harness.reasons["eos"] == FinishReason(kind="stop", matched=EOS)
     assert harness.reasons["token"] == FinishReason(kind="stop", matched=12)
     assert harness.reasons["length"] == FinishReason(kind="length", length=4)
@@ -297,17 +215,21 @@ def test_lpm_serves_the_longest_cached_prefix_first(make: Any) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    overlap=st.booleans(),
-    page_size=st.sampled_from([1, 4, 16]),
+    mode=st.tuples(st.booleans(), st.sampled_from([1, 4, 16]), st.sampled_from([0, 3])),
     radix_off=st.booleans(),
     chunk=st.sampled_from([-1, 16, 64]),
-    retract_every=st.sampled_from([0, 3]),
     actions=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 20), st.integers(0, 4)), max_size=15),
 )
-def test_random_traffic(folder: Path, overlap: bool, page_size: int, radix_off: bool, chunk: int, retract_every: int, actions: Any) -> None:
-    faults = {"retract_every": retract_every} if retract_every else {}
+def test_random_traffic(folder: Path, mode: tuple[bool, int, int], radix_off: bool, chunk: int, actions: Any) -> None:
+    overlap, page_size, retract_every = mode
     harness = Harness(
-        folder, overlap=overlap, page_size=page_size, faults=faults, total=512, disable_radix_cache=radix_off, chunked_prefill_size=chunk
+        folder,
+        overlap=overlap,
+        page_size=page_size,
+        faults={"retract_every": retract_every} if retract_every else {},
+        total=512,
+        disable_radix_cache=radix_off,
+        chunked_prefill_size=chunk,
     )
     prompts = {}
     abort = FinishReason(kind="abort", message="test")
