@@ -155,7 +155,7 @@ def _resolve_hub_id(repo_id: str, revision: str | None, download_dir: str | None
     except errors.RevisionNotFoundError:
         raise StartError(f"the hub's {repo_id} has no revision {revision}") from None
     except (errors.HTTPError, OSError, ValueError) as e:
-        why = (str(e).splitlines() or [type(e).__name__])[0]
+        why = (str(e).splitlines() or [type(e).__name__])[0].removeprefix("Got: ")
         raise StartError(
             f"there is no folder {repo_id} here, and it cannot be fetched from the hub: {why}", detail=str(e)
         ) from None
