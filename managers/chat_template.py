@@ -103,7 +103,8 @@ class ChatTemplate:
 
         A content may be a string, None (the empty string) or a list of text parts, which are joined with spaces unless the template
         loops over parts itself. With continue_final_message the prompt ends inside the last message, which must be the assistant's.
-        variables: a request's chat_template_kwargs, none of RESERVED_KWARGS among them. Raises RequestError, also with whatever the template raises.
+        variables: a request's chat_template_kwargs, none of RESERVED_KWARGS among them.
+        Raises RequestError, also with whatever the template raises.
         """
         compiled = self._tool_template if tools and self._tool_template is not None else self._template
         if compiled is None:
@@ -139,7 +140,7 @@ def _plain_message(message: Mapping[str, Any], rank: int, *, keep_parts: bool) -
     """The message with a content that the template can show."""
     content = message.get("content")
     where = f"messages[{rank}].content"
-    if content is None:
+    if content is None or content == []:
         content = ""
     elif isinstance(content, (list, tuple)):
         texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
@@ -167,10 +168,8 @@ def _mark_end(messages: list[dict[str, Any]]) -> None:
     content = messages[-1]["content"]
     if isinstance(content, str):
         messages[-1]["content"] = content + CONTINUE_MARK
-    elif content:
-        content[-1]["text"] += CONTINUE_MARK
     else:
-        messages[-1]["content"] = [{"type": "text", "text": CONTINUE_MARK}]
+        content[-1]["text"] += CONTINUE_MARK
 
 
 class _Compiled:

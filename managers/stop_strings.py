@@ -24,10 +24,14 @@ class StopMatcher:
             return "", self.matched
         if not text:
             return "", None
-        buffer = self._held + text
-        starts = [(start + len(stop), start, stop) for stop in self._stops if (start := buffer.find(stop)) >= 0]
-        if starts:
-            _, start, self.matched = min(starts)
+        buffer, num_old = self._held + text, len(self._held)
+        matches = []
+        for stop in self._stops:
+            start = buffer.find(stop, max(0, num_old - len(stop) + 1))  # what lies in the held part alone is no match
+            if start >= 0:
+                matches.append((start + len(stop), start, stop))
+        if matches:
+            _, start, self.matched = min(matches)
             self._held = ""
             return buffer[:start], self.matched
         cut = self._possible_start(buffer)
