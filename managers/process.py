@@ -45,7 +45,8 @@ def run_child(load_main: Callable[[], Main], config_type: type[msgspec.Struct], 
     the parent decides: SIGINT is ignored.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    faulthandler.enable()
+    if sys.stderr is not None:  # a daemon may have none
+        faulthandler.enable()
     os.set_inheritable(report_fd, False)
     try:
         config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
@@ -69,8 +70,9 @@ def _report(fd: int, report: dict[str, Any]) -> None:
 def _exit(status: int) -> NoReturn:
     """Leave without waiting for threads or atexit hooks of libraries: all that has to be flushed was."""
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for file in (sys.stdout, sys.stderr):
+        if file is not None:
+            file.flush()
     os._exit(status)
 
 

@@ -116,7 +116,9 @@ class RequestValidator:
         return messages
 
     def _params(self, given: dict[str, Any]) -> SamplingParams:
-        return SamplingParams.parse({**self._preferred, **given}, self._vocab_size)
+        # A null means "as if absent", except for max_new_tokens, where it means "no limit".
+        own = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
+        return SamplingParams.parse({**self._preferred, **own}, self._vocab_size)
 
     def _prompt_ids(self, plan: RequestPlan, index: int) -> np.ndarray:
         if plan.texts is not None:

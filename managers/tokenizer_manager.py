@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -224,7 +225,8 @@ class TokenizerManager:
         if self._error is None:
             self._error = error
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._fail_waiters)
+            with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody waits
+                self._loop.call_soon_threadsafe(self._fail_waiters)
 
     def _fail_waiters(self) -> None:
         for generation in self._table.generations():

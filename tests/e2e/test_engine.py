@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from banyan import Engine, EngineDeadError, RequestError, StartError
+from banyan.managers.ipc import IpcNames
 from harness import CONFIG, EOS, SCRIPT
 from tiny_tokenizers import byte_level_folder
 
@@ -386,10 +387,19 @@ def test_a_killed_process_is_told_to_every_caller(model: str, victim: int) -> No
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_failed_start_says_why_and_leaves_nothing(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[IpcNames] = []
+    create = IpcNames.create
+
+    def spy() -> IpcNames:
+        made.append(create())
+        return made[-1]
+
+    monkeypatch.setattr(IpcNames, "create", spy)
     monkeypatch.setenv("BANYAN_FAULTS", "load_fail=1")
     with pytest.raises(StartError, match="the scheduler failed to start: RuntimeError: BANYAN_FAULTS: load_fail") as caught:
         start(model)
     assert "Traceback" in caught.value.detail
+    assert [os.path.exists(names.directory) for names in made] == [False]
     with pytest.raises(StartError, match="does not exist"):
         start(model + "/nowhere")
 

@@ -204,7 +204,7 @@ def test_seeds() -> None:
 
 def test_preferred_parameters_lie_under_the_requests() -> None:
     validator = make(preferred_sampling_params='{"temperature": 0.3, "top_k": 5}')
-    (message,) = check(validator, text="a", sampling_params={"top_k": 9})
+    (message,) = check(validator, text="a", sampling_params={"top_k": 9, "temperature": None})
     assert (message.sampling_params.temperature, message.sampling_params.top_k) == (0.3, 9)
     with pytest.raises(StartError, match="top_p"):
         make(preferred_sampling_params='{"top_p": 7}')
