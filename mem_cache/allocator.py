@@ -137,7 +137,7 @@ class SlotAllocator:
         is_first = np.ones(len(slots), dtype=np.bool_)
         np.not_equal(pages[1:], pages[:-1], out=is_first[1:])
         if not np.array_equal(is_head, is_first):
-            raise RuntimeError("free: a range of slots does not start at a page")
+            raise RuntimeError("free: a range of slots does not start at a page, or names one twice")
         return np.array(pages[is_head], dtype=np.int32)
 
     def _release(self, pages: np.ndarray) -> None:

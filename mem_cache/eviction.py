@@ -38,10 +38,12 @@ class _List:
         return self._end.prev if self.size else None
 
     def append(self, node: Node) -> None:
-        self._insert(node, self._end.prev, self._end)
-
-    def insert_behind(self, node: Node, behind: Node) -> None:
-        self._insert(node, behind, behind.next)
+        before = self._end.prev
+        if before is None or node.next is not None:
+            raise RuntimeError("a node is in the eviction order twice")
+        node.prev, node.next = before, self._end
+        before.next = self._end.prev = node
+        self.size += 1
 
     def remove(self, node: Node) -> None:
         before, after = node.prev, node.next
@@ -51,19 +53,12 @@ class _List:
         node.prev = node.next = None
         self.size -= 1
 
-    def _insert(self, node: Node, before: Node | None, after: Node | None) -> None:
-        if before is None or after is None or node.next is not None:
-            raise RuntimeError("a node is in the eviction order twice, or its neighbour is not in it")
-        node.prev, node.next = before, after
-        before.next = after.prev = node
-        self.size += 1
-
 
 class LruOrder:
     """Least recently used first.
 
-    All unlocked nodes are in one list, descendants always before their ancestors: add is called leaf first, and a split puts
-    the upper part right behind the lower. So the head is a leaf, and an inner node that becomes a leaf is in its place already.
+    All unlocked nodes are in one list, descendants always before their ancestors, since add is called leaf first. So the head is
+    a leaf, and an inner node that becomes a leaf is in its place already.
     """
 
     __slots__ = ("_list",)
@@ -76,9 +71,6 @@ class LruOrder:
 
     def discard(self, node: Node) -> None:
         self._list.remove(node)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        self._list.insert_behind(upper, lower)
 
     def expose(self, node: Node) -> None:
         """Nothing to do."""
@@ -118,9 +110,6 @@ class MruOrder:
     def discard(self, node: Node) -> None:
         if not node.children:
             self._list.remove(node)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """Nothing to do: upper is no leaf."""
 
     def expose(self, node: Node) -> None:
         self._list.append(node)
@@ -165,9 +154,6 @@ class HeapOrder:
             if len(self._heap) > 2 * self._live + 64:
                 self._heap = [entry for entry in self._heap if entry[3].entry == entry[2]]
                 heapq.heapify(self._heap)
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """Nothing to do: upper is no leaf."""
 
     def expose(self, node: Node) -> None:
         self._entries += 1

@@ -39,7 +39,7 @@ class CacheHold:
     """What one live request holds of the cache: the first ``length`` slots of its row belong to the cache and are locked.
 
     ``node`` is the cache's own handle (None when nothing is held). ``priority`` may be set by the owner of the request: what
-    the request gives to the cache has at least this priority, which only the eviction policy "priority" reads.
+    it held has at least this priority afterwards, which only the eviction policy "priority" reads.
     """
 
     key: CacheKey

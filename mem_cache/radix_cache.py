@@ -155,15 +155,15 @@ class RadixCache:
         if not data:
             return np.empty(0, np.int32)
         top: Node = hold.node if hold.node is not None else self._tree.root_of(hold.key)
-        end, known = self._tree.descend(top, data, hold.priority)
+        end, known = self._tree.descend(top, data)
         aligned = len(token_ids) // self.page_size * self.page_size
         if start + len(known) < aligned:
             rest = data[len(known) * TOKEN_BYTES :]
-            end = self._tree.attach(end, rest, slots[start + len(known) : aligned], hold.priority)
+            end = self._tree.attach(end, rest, slots[start + len(known) : aligned])
         hold.node, hold.length = end, aligned
         return known
 
     def _unlock(self, hold: CacheHold) -> None:
         if hold.node is not None:
-            self._tree.unlock(hold.node)
+            self._tree.unlock(hold.node, hold.priority)
         hold.node, hold.length = None, 0

@@ -66,16 +66,16 @@ class Root(Node):
 
 
 class EvictionOrder(Protocol):
-    """Which unlocked leaf goes first. Told of every change of the tree that can matter to it."""
+    """Which unlocked leaf goes first. Told of every change of the tree that can matter to it.
+
+    Not of splits: the upper part of a split is locked from birth, the lower keeps its place.
+    """
 
     def add(self, node: Node) -> None:
         """node lost its last lock, just now; its descendants were added before."""
 
     def discard(self, node: Node) -> None:
         """node, unlocked until now, was locked or cut off."""
-
-    def split(self, upper: Node, lower: Node) -> None:
-        """lower, unlocked, got the new parent upper, which took over the head of its edge."""
 
     def expose(self, node: Node) -> None:
         """node, unlocked, lost its last child."""
@@ -135,7 +135,7 @@ class RadixTree:
             root = self.roots[key] = Root(key)
         return root
 
-    def descend(self, start: Node, data: bytes, priority: int = 0) -> Descent:
+    def descend(self, start: Node, data: bytes) -> Descent:
         """Follow data from start as far as it is known and lock each node passed, start excluded; splits the last if need be.
 
         start must be a root or locked: then a lock held on start has moved to the end of the path. Counts one request for
@@ -149,15 +149,19 @@ class RadixTree:
                 break
             if common < len(child.slots):
                 child = self._split(child, common)
-            self._lock_one(child)
+            elif child.lock_ref == 0:
+                self._order.discard(child)
+            if child.lock_ref == 0:
+                self.evictable_size -= common
+                self.protected_size += common
+            child.lock_ref += 1
             child.hits += 1
-            child.priority = max(child.priority, priority)
             parts.append(child.slots)
             node = child
             at += common * TOKEN_BYTES
         return Descent(node, np.concatenate(parts) if parts else np.empty(0, np.int32))
 
-    def attach(self, parent: Node, data: bytes, slots: np.ndarray, priority: int = 0) -> Node:
+    def attach(self, parent: Node, data: bytes, slots: np.ndarray) -> Node:
         """A new leaf, locked once, below parent (a root or locked), which has no child that shares data's first page.
 
         A lock held on parent has moved to the leaf. data and slots are copied.
@@ -167,19 +171,19 @@ class RadixTree:
         leaf.created = self._clock
         leaf.lock_ref = 1
         leaf.hits = 1
-        leaf.priority = priority
         parent.children[data[: self._page_bytes]] = leaf
         self.protected_size += len(leaf.slots)
         self.num_nodes += 1
         return leaf
 
-    def unlock(self, node: Node) -> None:
-        """Drop one hold on node: one lock of each node from it up to the root, leaf first."""
+    def unlock(self, node: Node, priority: int = 0) -> None:
+        """Drop one hold on node: one lock of each node from it up to the root, leaf first. Each gets at least that priority."""
         at: Node | None = node
         while at is not None and at.parent is not None:
             if at.lock_ref < 1:
                 raise RuntimeError("unlock of a node that is not locked")
             at.lock_ref -= 1
+            at.priority = max(at.priority, priority)
             if at.lock_ref == 0:
                 self.protected_size -= len(at.slots)
                 self.evictable_size += len(at.slots)
@@ -269,27 +273,21 @@ class RadixTree:
         return child, common - common % self.page_size
 
     def _split(self, node: Node, num_tokens: int) -> Node:
-        """Give the first num_tokens of node's edge to a new parent of it, which is returned. Handles on node stay valid."""
+        """Give the first num_tokens of node's edge to a new parent of it, which is returned, to be locked at once.
+
+        Handles on node stay valid: it ends where it ended.
+        """
         parent = node.parent
         if parent is None:
             raise RuntimeError("a root cannot be split")
         cut = num_tokens * TOKEN_BYTES
         upper = Node(parent, node.tokens[:cut], node.slots[:num_tokens].copy())
         upper.lock_ref, upper.hits, upper.priority = node.lock_ref, node.hits, node.priority
-        upper.created, upper.used = node.created, node.used
+        upper.created = node.created
         parent.children[upper.tokens[: self._page_bytes]] = upper
         node.parent = upper
         node.tokens = node.tokens[cut:]
         node.slots = node.slots[num_tokens:].copy()
         upper.children[node.tokens[: self._page_bytes]] = node
         self.num_nodes += 1
-        if node.lock_ref == 0:
-            self._order.split(upper, node)
         return upper
-
-    def _lock_one(self, node: Node) -> None:
-        if node.lock_ref == 0:
-            self.evictable_size -= len(node.slots)
-            self.protected_size += len(node.slots)
-            self._order.discard(node)
-        node.lock_ref += 1
