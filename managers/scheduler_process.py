@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -141,7 +141,7 @@ class Pulse:
     """Tells the tokenizer manager once a second how the loop does, from a thread of its own: a long forward pass is no death."""
 
     scheduler: Scheduler
-    last_turn: float = 0.0
+    last_turn: float = field(default_factory=time.monotonic)
 
     def turned(self) -> None:
         self.last_turn = time.monotonic()
