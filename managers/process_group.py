@@ -20,7 +20,7 @@ from .errors import EngineDeadError, StartError
 
 log = logging.getLogger(__name__)
 
-DEATH_POLL = 0.5  # seconds; a closed pipe is noticed at once, a dead child whose pipe a process of its own holds this often
+DEATH_POLL = 500  # milliseconds; a closed pipe is noticed at once, a dead child whose pipe a process of its own holds this often
 TERMINATE_GRACE = 2.0  # seconds between SIGTERM and SIGKILL
 KILL_GRACE = 10.0  # seconds to wait for the kernel after SIGKILL
 # Variables that libraries read when they are imported, so that the parent must set them.
@@ -110,10 +110,12 @@ class ChildProcess:
         return self.error.traceback if self.error is not None else ""
 
     def _watch(self) -> None:
+        poll = select.poll()  # select() has no place for descriptors above 1023
+        poll.register(self._reports, select.POLLIN)
         rest, open_ = b"", True
         while open_:
             gone = self._process.poll() is not None
-            if not select.select([self._reports], [], [], 0 if gone else DEATH_POLL)[0]:
+            if not poll.poll(0 if gone else DEATH_POLL):
                 open_ = not gone
                 continue
             data = os.read(self._reports, 1 << 16)

@@ -282,6 +282,7 @@ class TokenizerManager:
             message = await link.receiver.receive()
             if isinstance(message, TextOutput):
                 self._take_rows(message)
+                await asyncio.sleep(0)  # receiving does not yield while messages queue up; consumers must have their turn
             elif isinstance(message, ControlReply):
                 self._calls.take(message)
             elif isinstance(message, Heartbeat):

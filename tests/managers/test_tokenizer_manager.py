@@ -285,6 +285,20 @@ def test_deltas_that_queued_up_are_merged() -> None:
     run(body)
 
 
+def test_messages_that_pour_in_do_not_starve_the_consumers() -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        generation = await manager.start(ask(stream=True))
+        await fake.expect(GenerateReq)
+        for index in range(50):
+            fake.rows(("r", "x", [index], None), completion_tokens=index + 1)
+        await finish(fake, "r")
+        outputs = [output async for output in generation]
+        assert len(outputs) > 10
+        assert [id for output in outputs for id in output.token_ids] == list(range(50))
+
+    run(body)
+
+
 def test_rows_of_many_requests_in_one_message() -> None:
     async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
         a, b = await manager.start(ask(rid="a")), await manager.start(ask(rid="b"))
