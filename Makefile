@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
 BIN := $(VENV)/bin
+FLOORS := srt managers model_executor layers mem_cache
 STAMP := $(VENV)/.installed
 
 .PHONY: dev serve check test test-g1 test-g2 test-g3 bench clean
@@ -21,7 +22,7 @@ serve: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	d=$$(mktemp -d) && ln -s "$$PWD" $$d/banyan && MYPYPATH=$$d $(BIN)/mypy -p banyan; s=$$?; rm -r $$d; exit $$s
+	d=$$(mktemp -d) && ln -s "$$PWD" $$d/banyan && MYPYPATH=$$d $(BIN)/mypy $(addprefix -p banyan.,$(FLOORS)); s=$$?; rm -r $$d; exit $$s
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests --ignore tests/e2e -m 'not model and not gpu'
 

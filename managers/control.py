@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import SchedulerConfig
-from .invariants import check_memory
+from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
     ControlReply,
@@ -101,8 +101,8 @@ class Control:
     def _flush_cache(self, message: FlushCacheReq) -> None:
         scheduler = self._scheduler
         if not scheduler.is_idle():
-            waiting = len(scheduler.waiting)
-            text = f"Flush cache failed: {len(scheduler.live) - waiting} requests run and {waiting} wait."
+            loads = scheduler.loads()
+            text = f"Flush cache failed: {loads.num_running} requests run and {loads.num_waiting} wait."
             self._reply(ControlReply(call_id=message.call_id, success=False, message=text))
             return
         scheduler.memory.cache.reset()
@@ -116,17 +116,15 @@ class Control:
 
 
 def state_of(scheduler: Scheduler) -> dict[str, Any]:
-    """Loads and counters, for /server_info and the log."""
-    memory, stats = scheduler.memory, scheduler.stats
-    total = memory.allocator.num_slots
-    used = total - memory.allocator.available - memory.cache.evictable_size
+    """Loads and counters, for /server_info."""
+    cache, stats, loads = scheduler.memory.cache, scheduler.stats, scheduler.loads()
     return {
-        "num_running_reqs": len(scheduler.live) - len(scheduler.waiting),
-        "num_waiting_reqs": len(scheduler.waiting),
-        "num_used_tokens": used,
-        "num_cached_tokens": memory.cache.evictable_size + memory.cache.protected_size,
-        "max_total_num_tokens": total,
-        "token_usage": round(used / total, 4),
+        "num_running_reqs": loads.num_running,
+        "num_waiting_reqs": loads.num_waiting,
+        "num_used_tokens": loads.num_used_tokens,
+        "num_cached_tokens": cache.evictable_size + cache.protected_size,
+        "max_total_num_tokens": loads.num_tokens,
+        "token_usage": round(loads.token_usage, 4),
         "new_token_ratio": round(scheduler.ratio.value, 4),
         "last_gen_throughput": round(stats.gen_throughput, 2),
         "num_prefill_tokens": stats.num_prefill_tokens,
@@ -134,4 +132,5 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
         "num_decode_tokens": stats.num_decode_tokens,
         "num_retracted": stats.num_retracted,
         "num_aborted": stats.num_aborted,
+        "memory_balanced": not breaches(scheduler.memory),
     }

@@ -29,11 +29,8 @@ def balance(memory: Memory) -> dict[str, int]:
     }
 
 
-def check_memory(memory: Memory, *, strict: bool) -> None:
-    """Raise MemoryBreach if the books do not balance and strict is set; otherwise log the breach.
-
-    With no seated request nothing may be locked and every row must be free.
-    """
+def breaches(memory: Memory) -> list[str]:
+    """What is wrong with the books, one line each. With no seated request nothing may be locked and every row must be free."""
     books = balance(memory)
     owned = books["free"] + books["evictable"] + books["protected"] + books["private"]
     seated = len(memory.table.seated())
@@ -45,9 +42,22 @@ def check_memory(memory: Memory, *, strict: bool) -> None:
         problems.append(f"{books['protected']} cached tokens are locked by nobody")
     if free_rows + seated != num_rows:
         problems.append(f"rows do not balance: {free_rows} free + {seated} seated != {num_rows}")
+    return problems
+
+
+def check_memory(memory: Memory, *, strict: bool) -> None:
+    """Raise MemoryBreach if the books do not balance and strict is set.
+
+    Otherwise log it, and if no request is seated start the books anew: an empty cache and every slot free.
+    """
+    problems = breaches(memory)
     if not problems:
         return
     text = "; ".join(problems)
     if strict:
         raise MemoryBreach(text)
     logger.error("memory invariant broken: %s", text)
+    if not memory.table.seated():
+        memory.cache.forget()
+        memory.allocator.reset()
+        logger.error("the prefix cache was emptied and every slot is free again")

@@ -74,7 +74,8 @@ class OutputStream:
     def _new_ids(self, rows: np.ndarray, starts: np.ndarray, num_ids: np.ndarray) -> np.ndarray:
         tokens = self._table.tokens
         if (num_ids == 1).all():
-            return tokens[rows, starts]
+            newest: np.ndarray = tokens[rows, starts]
+            return newest
         return np.concatenate([tokens[row, start : start + n] for row, start, n in zip(rows, starts, num_ids, strict=True)])
 
     def _announce(self, rows: np.ndarray) -> list[tuple[int, DecodeOptions]]:

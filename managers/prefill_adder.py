@@ -1,7 +1,7 @@
 """Whom to admit to the next prefill step, and how much of each prompt: pure arithmetic over plain numbers.
 
-The plan is safe without taking a lock: a match reports how many evictable tokens locking it would pin, and the budget counts them as
-spent. Constants and rules follow SGLang's PrefillAdder.
+The plan is safe without taking a lock: a match reports how many evictable tokens locking it would pin, and the budget counts them
+as spent. Constants and rules follow SGLang's PrefillAdder.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Candidate(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Compute the tokens [prefix_len, prefix_len + extend_len) of the candidate at this index."""
+    """Compute the tokens [prefix_len, prefix_len + extend_len) of the candidate at queue_index."""
 
-    index: int
+    queue_index: int
     prefix_len: int
     extend_len: int
     final: bool  # the prompt is complete after this step

@@ -25,7 +25,7 @@ from .result_processor import ResultProcessor
 from .retraction import NewTokenRatio, retraction_order
 from .schedule_batch import ScheduleBatch, build_decode, build_extend
 from .schedule_policy import ORDERS, needs_matches
-from .stats import SchedulerStats
+from .stats import Loads, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class Scheduler:
         self.ratio = ratio
         self.outputs = outputs
         self.stats = stats
+        self.stats.loads = self.loads
         self.faults = faults
         self.waiting: list[Req] = []
         self.running: np.ndarray = NO_ROWS  # rows that decode, in the order of admission
@@ -135,6 +136,16 @@ class Scheduler:
         del self.live[req.rid]
         self._vacate(req, share=share)
 
+    def loads(self) -> Loads:
+        """What runs, waits and is held now."""
+        total = self.memory.allocator.num_slots
+        return Loads(
+            num_running=len(self.live) - len(self.waiting),
+            num_waiting=len(self.waiting),
+            num_used_tokens=total - self.memory.allocator.available - self.memory.cache.evictable_size,
+            num_tokens=total,
+        )
+
     def is_idle(self) -> bool:
         """Nothing runs or waits. A launched step may still be under way."""
         return not self.live
@@ -191,7 +202,7 @@ class Scheduler:
     def _carry_out(self, plan: list[Admission]) -> ScheduleBatch | None:
         """Lock, seat, allocate. Nothing is evicted before all planned prefixes are locked, so each match is as it was planned."""
         queue = ([self.chunked] if self.chunked else []) + self.waiting
-        reqs = [queue[admission.index] for admission in plan]
+        reqs = [queue[admission.queue_index] for admission in plan]
         new = [req for req in reqs if not req.row]
         for req in new:
             self._seat(req)

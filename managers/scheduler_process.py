@@ -157,10 +157,10 @@ class Pulse:
             return
 
     def _heartbeat(self, now: float) -> Heartbeat:
-        scheduler, since = self.scheduler, self.scheduler.stats.waiting_since
+        since, loads = self.scheduler.stats.waiting_since, self.scheduler.loads()
         return Heartbeat(
             loop_age=max(now - self.last_turn, 0.0),
             forward_age=max(now - since, 0.0) if since else 0.0,
-            num_running=len(scheduler.live) - len(scheduler.waiting),
-            num_waiting=len(scheduler.waiting),
+            num_running=loads.num_running,
+            num_waiting=loads.num_waiting,
         )

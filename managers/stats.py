@@ -7,8 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
+
+
+class Loads(NamedTuple):
+    """What the scheduler holds at the moment, in requests and tokens."""
+
+    num_running: int
+    num_waiting: int
+    num_used_tokens: int  # slots neither free nor evictable
+    num_tokens: int  # all slots
+
+    @property
+    def token_usage(self) -> float:
+        return self.num_used_tokens / max(self.num_tokens, 1)
 
 
 @dataclass(slots=True)
@@ -24,7 +38,7 @@ class SchedulerStats:
     num_retracted: int = 0
     num_aborted: int = 0
     gen_throughput: float = 0.0  # output tokens per second over the last log interval
-    loads: Callable[[], str] = field(default=lambda: "")
+    loads: Callable[[], Loads] = field(default=lambda: Loads(0, 0, 0, 0))
     waiting_since: float = 0.0  # when the wait for the forward step under way began, 0 if there is none
     _interval_start: float = field(default_factory=time.monotonic)
     _interval_tokens: int = 0
@@ -44,8 +58,11 @@ class SchedulerStats:
         self.num_prefill_tokens += num_new
         self.num_cached_tokens += num_cached
         if logger.isEnabledFor(logging.INFO):
+            loads = self.loads()
             logger.info(
-                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, %s", num_reqs, num_new, num_cached, self.loads()
+                "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, "
+                "token usage: %.2f, #running-req: %d, #queue-req: %d",
+                *(num_reqs, num_new, num_cached, loads.token_usage, loads.num_running, loads.num_waiting),
             )
 
     def decode(self, *, num_reqs: int) -> None:
@@ -58,9 +75,8 @@ class SchedulerStats:
             self.gen_throughput = self._interval_tokens / max(now - self._interval_start, 1e-9)
             self._interval_start, self._interval_tokens = now, 0
             if logger.isEnabledFor(logging.INFO):
+                loads = self.loads()
                 logger.info(
-                    "Decode batch, #running-req: %d, gen throughput (token/s): %.2f, %s",
-                    num_reqs,
-                    self.gen_throughput,
-                    self.loads(),
+                    "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, gen throughput (token/s): %.2f, #queue-req: %d",
+                    *(num_reqs, loads.num_used_tokens, loads.token_usage, self.gen_throughput, loads.num_waiting),
                 )

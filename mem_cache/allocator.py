@@ -22,14 +22,18 @@ class SlotAllocator:
             raise ValueError(f"num_slots ({num_slots}) must be a positive multiple of page_size ({page_size})")
         self.num_slots = num_slots
         self.page_size = page_size
-        num_pages = num_slots // page_size
+        self._group_depth = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Every slot is free, whoever thinks to own it."""
+        num_pages = self.num_slots // self.page_size
         self._ready = np.arange(1, num_pages + 1, dtype=np.int32)  # ascending; [_head:] are free
         self._head = 0
         self._released: list[np.ndarray] = []  # free as well, not sorted in yet
         self._num_free = num_pages
         self._is_free = np.ones(num_pages + 1, dtype=np.bool_)
         self._is_free[0] = False
-        self._group_depth = 0
         self._pending: list[np.ndarray] = []  # pages freed inside a free_group, not free before it ends
 
     @property

@@ -83,6 +83,9 @@ class PrefixCache(Protocol):
     def reset(self) -> None:
         """Forget everything and free its slots. Raises RuntimeError if anything is locked."""
 
+    def forget(self) -> None:
+        """Forget everything, locked or not, and free nothing: for a caller that starts the allocator anew."""
+
     @property
     def evictable_size(self) -> int:
         """Tokens that evict could free now."""
@@ -123,6 +126,9 @@ class NoPrefixCache:
         return 0
 
     def reset(self) -> None:
+        """Nothing to forget."""
+
+    def forget(self) -> None:
         """Nothing to forget."""
 
     @property

@@ -121,9 +121,13 @@ class RadixCache:
         if self._tree.protected_size:
             raise RuntimeError(f"reset: {self._tree.protected_size} tokens are locked by live requests")
         slots = [node.slots for node in self._tree.nodes()]
-        self._tree = RadixTree(self.page_size, make_order(self._policy))
+        self.forget()
         if slots:
             self._allocator.free(np.concatenate(slots))
+
+    def forget(self) -> None:
+        """Forget everything, locked or not, and free nothing: for a caller that starts the allocator anew."""
+        self._tree = RadixTree(self.page_size, make_order(self._policy))
 
     def check(self) -> None:
         """Verify every invariant of tree, order and slots; O(size of the tree). Raises RuntimeError with a description."""

@@ -96,10 +96,10 @@ def test_a_plan_never_exceeds_its_budget(raw: Any, page: int, pages: int, chunk:
     plan = plan_prefill(queue, budget(free_tokens=free, chunk_tokens=chunk, page_size=page))
     assert sum(-(-a.extend_len // page) * page for a in plan) <= free
     assert chunk is None or sum(-(-a.extend_len // page) * page for a in plan) <= chunk
-    assert [a.index for a in plan] == list(range(len(plan)))
+    assert [a.queue_index for a in plan] == list(range(len(plan)))
     assert all(a.final for a in plan[:-1])
     assert all(a.extend_len > 0 for a in plan)
-    assert all(a.final == (a.prefix_len + a.extend_len == queue[a.index].num_tokens) for a in plan)
+    assert all(a.final == (a.prefix_len + a.extend_len == queue[a.queue_index].num_tokens) for a in plan)
 
 
 def test_new_token_ratio_numbers() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from banyan.managers.invariants import MemoryBreach, check_memory
 from banyan.managers.io_struct import FinishReason
 from harness import CONFIG, EOS, SCRIPT, VOCAB, Harness
 from hypothesis import given, settings
@@ -245,3 +246,17 @@ def test_random_traffic(folder: Path, mode: tuple[bool, int, int], radix_off: bo
     for rid, (prompt, num_new) in prompts.items():
         full = expected(prompt, num_new)
         assert harness.ids[rid] == (full[: len(harness.ids[rid])] if harness.reasons[rid].kind == "abort" else full)
+
+
+def test_a_breach_is_found_and_repaired(make: Any) -> None:
+    harness = make()
+    harness.submit("a", prompt_of(1, 50))
+    harness.drain()
+    harness.memory.allocator.alloc_extend(np.array([0]), np.array([harness.info.page_size]), np.array([0]))
+    with pytest.raises(MemoryBreach, match="slots do not balance"):
+        check_memory(harness.memory, strict=True)
+    check_memory(harness.memory, strict=False)
+    harness.submit("b", prompt_of(1, 50))
+    harness.drain()
+    assert harness.cached["b"] == 0
+    assert harness.ids["b"] == expected(prompt_of(1, 50), 8)

@@ -62,10 +62,11 @@ class Harness:
             load_format=load_format,
             page_size=page_size,
             overlap=overlap,
-            max_total_tokens=options.pop("total", 2048),
+            max_total_tokens=(total := options.pop("total", 2048)),
         )
         config = SchedulerConfig(ipc=IPC, runner=runner_config, tokenizer_path="", **{"max_running_requests": 8, **options})
-        self.runner = runner or create_runner(runner_config)
+        self.runner: Any = runner or create_runner(runner_config)
+        self.runner.max_cache_tokens = lambda: total
         self.info, self.memory = build_memory(config, self.runner, TOKENIZER)
         self.scheduler = build_scheduler(config, self.info, self.memory, self.runner, self._take)
         self.scheduler.faults = Faults(faults)

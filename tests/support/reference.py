@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 import transformers
-
 from banyan.model_executor.loader import iter_weights
 from banyan.model_executor.model_config import load_model_config
 
@@ -16,8 +15,8 @@ TIE = 2e-3  # two tokens this close in log-probability may be chosen either way
 def load_reference(path: str | Path) -> transformers.PreTrainedModel:
     """The model in float32, from a folder or a .gguf file.
 
-    A GGUF file's config is read by transformers; its weights come through the project's loader, which the loader's own tests compare
-    with transformers' (much slower) one.
+    A GGUF file's config is read by transformers; its weights come through the project's loader, which the loader's own tests
+    compare with transformers' (much slower) one.
     """
     path = Path(path)
     if path.suffix != ".gguf":
