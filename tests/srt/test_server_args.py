@@ -1,0 +1,159 @@
+"""The table of options: one source for the command line, Engine's keywords and the configs of the processes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from banyan.managers.errors import StartError
+from banyan.managers.ipc import IpcNames
+from banyan.srt.server_args import ServerArgs, add_arguments, flag, options
+
+IPC = IpcNames(directory="/d", scheduler="a", detokenizer="b", tokenizer="c")
+SAMPLES: dict[type, Any] = {int: 64, float: 0.5, str: "x", bool: True}
+
+
+def parse(*argv: str) -> ServerArgs:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return ServerArgs.from_namespace(parser.parse_args(argv))
+
+
+def test_every_option_is_explained_and_has_a_flag() -> None:
+    table = options()
+    assert [option.name for option in table] == list(ServerArgs.__struct_fields__)
+    assert len(table) < 60
+    assert all(len(option.help) > 15 for option in table)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for option in table:
+        assert flag(option.name) in text
+        assert "(default: " + ("derived at start" if option.default is None else str(option.default)) + ")" in text
+
+
+@pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
+def test_flag_and_keyword_give_the_same(option: Any, tmp_path: Path) -> None:
+    value = option.choices[-1] if option.choices else SAMPLES[option.kind]
+    if option.name in ("chat_template", "tokenizer_path"):
+        value = str(tmp_path / "file")
+        Path(value).write_text("")
+    if option.name in ("preferred_sampling_params", "json_model_override_args"):
+        value = '{"a": 1}'
+    argv = [flag(option.name)] if option.kind is bool else [flag(option.name), str(value)]
+    from_flag, from_keyword = parse(*argv), ServerArgs.from_kwargs({option.name: value})
+    assert from_flag == from_keyword
+    assert getattr(from_flag, option.name) == value
+    assert ServerArgs.from_kwargs({}) == parse()
+
+
+def test_overlap_has_three_states() -> None:
+    assert [
+        parse(*argv).disable_overlap_schedule for argv in ([], ["--disable-overlap-schedule"], ["--no-disable-overlap-schedule"])
+    ] == [
+        None,
+        True,
+        False,
+    ]
+
+
+def test_aliases_and_paths() -> None:
+    assert parse("--model", "m").model_path == "m"
+    assert ServerArgs.from_kwargs({"model_path": Path("a/b")}).model_path == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"port": 70000}, "--port"),
+        ({"port": "80"}, "--port"),
+        ({"port": True}, "--port"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"schedule_policy": "sjf"}, "--schedule-policy"),
+        ({"page_size": 0}, "--page-size"),
+        ({"mem_fraction_static": 0.0}, "--mem-fraction-static"),
+        ({"mem_fraction_static": 1.5}, "--mem-fraction-static"),
+        ({"context_length": 0}, "--context-length"),
+        ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
+        ({"chunked_prefill_size": 8, "page_size": 16}, "page size 16"),
+        ({"max_total_tokens": 8, "page_size": 16}, "--max-total-tokens"),
+        ({"schedule_conservativeness": 0}, "--schedule-conservativeness"),
+        ({"json_model_override_args": "[]"}, "--json-model-override-args"),
+        ({"preferred_sampling_params": "{"}, "--preferred-sampling-params"),
+        ({"chat_template": "/nowhere.jinja"}, "--chat-template"),
+        ({"tokenizer_path": "/nowhere"}, "--tokenizer-path"),
+        ({"model_path": ""}, "--model-path"),
+    ],
+)
+def test_bad_values_are_one_clear_line(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(StartError) as info:
+        ServerArgs.from_kwargs(values)
+    assert words in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+def test_unknown_keyword_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="'page_sise'; did you mean 'page_size'"):
+        ServerArgs.from_kwargs({"page_sise": 1})
+
+
+def test_chunking_can_be_switched_off() -> None:
+    args = ServerArgs.from_kwargs({"chunked_prefill_size": -1})
+    assert args.scheduler_config(IPC, "/m").chunked_prefill_size == -1
+
+
+def test_configs_carry_the_options() -> None:
+    args = ServerArgs.from_kwargs(
+        {
+            "dtype": "half",
+            "page_size": 16,
+            "stream_interval": 4,
+            "preferred_sampling_params": '{"top_k": 5}',
+            "disable_overlap_schedule": True,
+        }
+    )
+    scheduler = args.scheduler_config(IPC, "/m")
+    assert (scheduler.runner.dtype, scheduler.runner.page_size, scheduler.runner.model_path) == ("float16", 16, "/m")
+    assert (scheduler.tokenizer_path, scheduler.runner.overlap) == ("/m", False)
+    assert args.detokenizer_config(IPC, "/m").tokenizer_path == "/m"
+    manager = args.tokenizer_manager_config(IPC, "/m")
+    assert manager.preferred_sampling_params == '{"top_k": 5, "stream_interval": 4}'
+    assert (manager.model_path, manager.served_model_name) == ("smollm2", "smollm2")
+
+
+@pytest.mark.parametrize("name", ["scheduler_config", "detokenizer_config", "tokenizer_manager_config"])
+def test_shared_fields_are_never_forgotten(name: str) -> None:
+    """A config field that bears the name of an option has the option's value."""
+    given = {
+        "max_running_requests": 3,
+        "chunked_prefill_size": 77,
+        "max_prefill_tokens": 99,
+        "schedule_policy": "lpm",
+        "schedule_conservativeness": 0.7,
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": False,
+        "weight_version": "w",
+        "decode_log_interval": 5,
+        "strict": True,
+        "log_level": "warning",
+        "incremental_streaming_output": True,
+        "allow_auto_truncate": True,
+        "log_requests": True,
+        "random_seed": 9,
+        "max_total_tokens": 1234,
+        "context_length": 55,
+        "attention_backend": "b",
+        "mem_fraction_static": 0.4,
+        "json_model_override_args": '{"x": 1}',
+        "load_format": "dummy",
+        "device": "cpu",
+    }
+    args = ServerArgs.from_kwargs(given)
+    config = getattr(args, name)(IPC, "/m")
+    seen = {field: getattr(config, field) for field in config.__struct_fields__ if field in given}
+    if name == "scheduler_config":
+        seen |= {field: getattr(config.runner, field) for field in config.runner.__struct_fields__ if field in given}
+        assert len(seen) > 15
+    assert seen == {field: given[field] for field in seen}
