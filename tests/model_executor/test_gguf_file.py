@@ -118,7 +118,7 @@ def test_wrong_files(tmp_path: Path, content: bytes, message: str) -> None:
 def test_truncated_data_is_found_when_the_file_is_opened(file: Path, tmp_path: Path) -> None:
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[: GGUFFile(str(file)).tensors["quantised"].offset + 271])
-    with pytest.raises(GGUFError, match="quantised ends at byte .* truncated"):
+    with pytest.raises(GGUFError, match=r"quantised ends at byte .* truncated"):
         GGUFFile(str(cut))
 
 
