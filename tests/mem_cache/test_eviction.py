@@ -99,6 +99,23 @@ def test_lru_inner_node_that_becomes_a_leaf_is_in_its_old_place() -> None:
     assert story.order() == "baxy"
 
 
+def test_fifo_the_upper_part_of_a_split_is_as_old_as_the_whole() -> None:
+    story = Story("fifo")
+    story.use("old")
+    story.use("a")
+    story.use("new")
+    hold, row = story.cache.lock_prefix(KEY, story.tokens["old"])
+    head, head_row = story.cache.lock_prefix(KEY, story.tokens["a"][:4])
+    story.cache.release(head, head_row)
+    assert story.cache.evict(4) == 4
+    story.cache.release(hold, row)
+    assert story.cache.match_prefix(KEY, story.tokens["a"]).length == 4
+    story.cache.evict(8)
+    assert [story.cache.match_prefix(KEY, story.tokens[name]).length for name in ("old", "a", "new")] == [0, 4, 8]
+    story.cache.evict(4)
+    assert [story.cache.match_prefix(KEY, story.tokens[name]).length for name in ("old", "a", "new")] == [0, 0, 8]
+
+
 def test_slru_protects_what_was_used_twice() -> None:
     story = Story("slru")
     for name in "aabbcde":

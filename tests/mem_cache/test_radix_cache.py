@@ -276,6 +276,19 @@ def test_a_request_that_holds_nothing_outlives_a_reset() -> None:
     assert pool.balances()
 
 
+def test_forget_with_a_new_start_of_the_allocator() -> None:
+    """The repair of broken books: locks and lost slots included, everything is free again."""
+    pool = Pool()
+    pool.put(seq(0, 20))
+    pool.begin(seq(0, 30))
+    pool.cache.forget()
+    pool.allocator.reset()
+    assert (pool.cache.total_size, pool.cache.num_nodes, pool.match(seq(0, 20))) == (0, 0, 0)
+    assert pool.allocator.available == 256
+    pool.put(seq(0, 256))
+    assert pool.balances()
+
+
 def test_wrong_lengths_are_refused_before_anything_changes() -> None:
     pool = Pool()
     pool.put(seq(0, 10))
