@@ -333,6 +333,6 @@ class TokenizerManager:
 
     def _log_stray(self, rid: str) -> None:
         now = time.monotonic()
-        if now - self._stray_logged >= STRAY_LOG_INTERVAL:
+        if self._error is None and now - self._stray_logged >= STRAY_LOG_INTERVAL:
             self._stray_logged = now
             log.warning("output for %r, which is not live, was dropped", rid)

@@ -669,7 +669,7 @@ def test_a_message_that_cannot_be_read_is_a_death_not_silence() -> None:
     run(body)
 
 
-def test_shutdown_tells_the_others_and_fails_the_waiters() -> None:
+def test_shutdown_tells_the_others_and_fails_the_waiters(caplog: pytest.LogCaptureFixture) -> None:
     async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
         answer = asyncio.create_task(manager.generate(ask()))
         await fake.expect(GenerateReq)
@@ -678,6 +678,10 @@ def test_shutdown_tells_the_others_and_fails_the_waiters() -> None:
         assert isinstance(await soon(fake.detokenizer.receive()), ShutdownReq)
         with pytest.raises(EngineDeadError, match="shut down"):
             await soon(answer)
+        fake.rows(("r", "under way still", [1], None))
+        fake.sender.send(Heartbeat(loop_age=0, forward_age=0, num_running=77, num_waiting=0))
+        await until(lambda: manager.health().num_running == 77)
+        assert caplog.records == []
         await manager.close()
         await manager.close()
         with pytest.raises(EngineDeadError, match="shut down"):
