@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ..managers.errors import EngineDeadError, RequestError
@@ -100,6 +101,8 @@ class LastNet:
 
         try:
             await self._app(scope, receive, watched)
+        except ClientDisconnect:  # in the middle of its own body
+            return
         except Exception as error:  # the top of a request: nothing above may see it
             logger.exception("%s %s failed", scope["method"], scope["path"])
             if not started:

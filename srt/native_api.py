@@ -78,19 +78,19 @@ async def _chunks(tm: TokenizerManager, query: GenerateInput) -> AsyncGenerator[
 # --- probes -----------------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/health")
+@router.get("/health", response_class=PlainTextResponse)
 async def health(request: Request) -> Response:
     """200 when requests are served, told from heartbeats, so a long prefill does not make it fail."""
     reason = state_of(request).unready_reason()
-    return Response(status_code=200) if reason is None else PlainTextResponse(reason, status_code=503)
+    return PlainTextResponse("") if reason is None else PlainTextResponse(reason, status_code=503)
 
 
-@router.get("/livez")
+@router.get("/livez", response_class=PlainTextResponse)
 async def livez(request: Request) -> Response:
     """200 unless a restart is the only help."""
     state = state_of(request)
     if state.tm is None or (found := state.tm.health()).alive:
-        return Response(status_code=200)
+        return PlainTextResponse("")
     return PlainTextResponse(found.reason, status_code=503)
 
 
@@ -103,7 +103,7 @@ async def readyz(request: Request) -> Response:
     return JSONReply(body, status_code=200 if reason is None else 503)
 
 
-@router.get("/health_generate")
+@router.get("/health_generate", response_class=PlainTextResponse)
 async def health_generate(request: Request) -> Response:
     """200 when one token could be generated in time."""
     state = state_of(request)
@@ -117,7 +117,7 @@ async def health_generate(request: Request) -> Response:
             await unless_disconnected(request, state.serving().generate(probe))
     except (TimeoutError, BanyanError) as error:
         return PlainTextResponse(str(error) or f"no token within {PROBE_TIMEOUT:.0f} s", status_code=503)
-    return Response(status_code=200)
+    return PlainTextResponse("")
 
 
 # --- information ------------------------------------------------------------------------------------------------------------------
@@ -154,8 +154,8 @@ async def server_info(request: Request) -> Response:
 # --- control ----------------------------------------------------------------------------------------------------------------------
 
 
-@router.get("/flush_cache")
-@router.post("/flush_cache")
+@router.get("/flush_cache", response_class=PlainTextResponse)
+@router.post("/flush_cache", response_class=PlainTextResponse)
 async def flush_cache(request: Request, timeout: float = 0.0) -> Response:
     """Empty the prefix cache; refused while requests run or wait, after waiting ``timeout`` seconds for idleness."""
     if not (math.isfinite(timeout) and 0 <= timeout <= MAX_FLUSH_WAIT):

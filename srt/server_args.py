@@ -287,6 +287,9 @@ def _readable(message: str, given: Mapping[str, Any]) -> str:
     if found is None:
         return message
     reason, name = found.groups()
+    if reason.startswith("Invalid enum value"):
+        (choices,) = [option.choices for option in options() if option.name == name]
+        reason = f"one of {', '.join(choices or ())} is expected"
     return f"{flag(name)}: {reason[0].lower()}{reason[1:]}, got {given.get(name)!r}."
 
 

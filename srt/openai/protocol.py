@@ -244,3 +244,6 @@ class ChatBody(GenerateBody):
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+BODIES: tuple[type[Body], ...] = (CompletionBody, ChatBody)  # for the OpenAPI document

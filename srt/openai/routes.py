@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.responses import Response
 
 from ..http_io import JSONReply
@@ -16,15 +15,13 @@ from .completions import completions
 from .protocol import ChatBody, CompletionBody
 from .replies import model_not_found
 
-REF = "#/components/schemas/{model}"
 OWNED_BY = "sglang"  # the value by which gateways recognise the wire format
-BODIES: list[type[BaseModel]] = [CompletionBody, ChatBody]
 
 router = APIRouter(prefix="/v1")
 
 
 def _body(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": REF.format(model=model.__name__)}
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
@@ -61,14 +58,5 @@ def _card(state: ServerState) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Add the /v1 routes and the schemas of their bodies to the OpenAPI document."""
+    """Add the /v1 routes."""
     app.include_router(router)
-    plain = app.openapi
-    _, schemas = models_json_schema([(body, "validation") for body in BODIES], ref_template=REF)
-
-    def openapi() -> dict[str, Any]:
-        document = plain()
-        document.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return document
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -282,3 +282,10 @@ def test_http2_preface_is_refused_cleanly(served: Any) -> None:
         sock.settimeout(20)
         assert sock.recv(100)[:12] in (b"HTTP/1.1 400", b"")
     assert served.client.get("/health").status_code == 200
+
+
+def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error(served: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", served.port)) as sock:
+        sock.sendall(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"text": ')
+    assert post(served, "/generate", {"text": "a"}).status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

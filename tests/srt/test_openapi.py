@@ -1,0 +1,25 @@
+"""The OpenAPI document says what the server does: a fuzzer that reads it finds no server error and nothing undocumented."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def test_document(served: Any) -> None:
+    document = served.client.get("/openapi.json").json()
+    assert "422" not in str(document["paths"])
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/flush_cache", "/abort_request", "/health"):
+        assert path in document["paths"]
+    assert document == served.client.get("/openapi.json").json()
+
+
+def test_fuzzed(served: Any) -> None:
+    tool = Path(sys.executable).with_name("schemathesis")
+    command = [str(tool), "run", served.url + "/openapi.json", "--checks", CHECKS, "--phases", "fuzzing", "-n", "15", "--seed", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
