@@ -15,6 +15,7 @@ import numpy as np
 from .allocator import SlotAllocator
 from .eviction import make_order
 from .prefix_cache import CacheHold, CacheKey, PrefixMatch
+from .prefix_watch import PrefixWatch
 from .radix_tree import TOKEN_BYTES, Node, RadixTree
 
 # Of a leaf that is too long for the demand only the tail goes, but at least this fraction of it: each cut copies the rest.
@@ -127,7 +128,15 @@ class RadixCache:
 
     def forget(self) -> None:
         """Forget everything, locked or not, and free nothing: for a caller that starts the allocator anew."""
+        observer = self._tree.observer
         self._tree = RadixTree(self.page_size, make_order(self._policy))
+        if isinstance(observer, PrefixWatch):
+            observer.rebind(self._tree)
+
+    def watch(self) -> PrefixWatch:
+        """The one PrefixWatch of this cache, made at the first call."""
+        observer = self._tree.observer
+        return observer if isinstance(observer, PrefixWatch) else PrefixWatch(self._tree)
 
     def check(self) -> None:
         """Verify every invariant of tree, order and slots; O(size of the tree). Raises RuntimeError with a description."""

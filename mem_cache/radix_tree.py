@@ -87,6 +87,19 @@ class EvictionOrder(Protocol):
         """Raise RuntimeError unless the order holds exactly what it should, given all unlocked nodes."""
 
 
+class Observer(Protocol):
+    """Told of the changes that can make a lookup end elsewhere."""
+
+    def attached(self, parent: Node, page: bytes) -> None:
+        """parent has a new child whose first page is ``page``."""
+
+    def changed(self, node: Node) -> None:
+        """node, a leaf, lost its last tokens or all of them."""
+
+    def split(self, node: Node) -> None:
+        """node now holds only the last tokens of its edge, which ends where it ended."""
+
+
 class Descent(NamedTuple):
     """Where a descent ended: the node (start itself if nothing matched), and the slots of the tokens passed [n]."""
 
@@ -97,7 +110,17 @@ class Descent(NamedTuple):
 class RadixTree:
     """The trees of all cache keys, over one eviction order. Lengths in tokens; ``data`` is always whole pages of int32 bytes."""
 
-    __slots__ = ("_clock", "_order", "_page_bytes", "evictable_size", "num_nodes", "page_size", "protected_size", "roots")
+    __slots__ = (
+        "_clock",
+        "_order",
+        "_page_bytes",
+        "evictable_size",
+        "num_nodes",
+        "observer",
+        "page_size",
+        "protected_size",
+        "roots",
+    )
 
     def __init__(self, page_size: int, order: EvictionOrder) -> None:
         self.page_size = page_size
@@ -105,6 +128,7 @@ class RadixTree:
         self.evictable_size = 0
         self.protected_size = 0
         self.num_nodes = 0
+        self.observer: Observer | None = None
         self._page_bytes = page_size * TOKEN_BYTES
         self._order = order
         self._clock = 0
@@ -116,17 +140,24 @@ class RadixTree:
 
     def match(self, key: CacheKey, data: bytes) -> PrefixMatch:
         """Longest prefix of data below the root of key; changes nothing."""
-        node: Node | None = self.roots.get(key)
         length = pinned = 0
-        while node is not None:
-            child, common = self._step(node, data, length * TOKEN_BYTES)
-            if child is None:
-                break
+        for node, common in self.path(key, data):
             length += common
-            if child.lock_ref == 0:
+            if node.lock_ref == 0:
                 pinned += common
-            node = child if common == len(child.slots) else None
         return PrefixMatch(length, pinned)
+
+    def path(self, key: CacheKey, data: bytes) -> Iterator[tuple[Node, int]]:
+        """The nodes that a lookup of data passes below the root of key, and how many tokens agree in each; changes nothing."""
+        node: Node | None = self.roots.get(key)
+        at = 0
+        while node is not None:
+            child, common = self._step(node, data, at)
+            if child is None:
+                return
+            yield child, common
+            at += common * TOKEN_BYTES
+            node = child if common == len(child.slots) else None
 
     def root_of(self, key: CacheKey) -> Root:
         """The root of key, made if it does not exist; the caller attaches something to a new one."""
@@ -171,9 +202,12 @@ class RadixTree:
         leaf.created = self._clock
         leaf.lock_ref = 1
         leaf.hits = 1
-        parent.children[data[: self._page_bytes]] = leaf
+        page = data[: self._page_bytes]
+        parent.children[page] = leaf
         self.protected_size += len(leaf.slots)
         self.num_nodes += 1
+        if self.observer:
+            self.observer.attached(parent, page)
         return leaf
 
     def unlock(self, node: Node, priority: int = 0) -> None:
@@ -196,6 +230,8 @@ class RadixTree:
 
     def cut(self, leaf: Node, num_tokens: int) -> np.ndarray:
         """Cut the last num_tokens (whole pages) off an unlocked leaf, all of it if there are no more; returns their slots."""
+        if self.observer:
+            self.observer.changed(leaf)
         self.evictable_size -= min(num_tokens, len(leaf.slots))
         if num_tokens < len(leaf.slots):
             keep = len(leaf.slots) - num_tokens
@@ -290,4 +326,6 @@ class RadixTree:
         node.slots = node.slots[num_tokens:].copy()
         upper.children[node.tokens[: self._page_bytes]] = node
         self.num_nodes += 1
+        if self.observer:
+            self.observer.split(node)
         return upper

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from typing import Any, NoReturn
 
 import msgspec
@@ -79,6 +80,7 @@ class _Life:
         self._launched: Launched | None = None
         self._death: EngineDeadError | None = None
         self._num_signals = 0
+        self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -142,9 +144,15 @@ class _Life:
         if self._launched is None or self._state.tm is None:
             log.info("%s while starting", name)
             _leave(0)
-        self._state.tm.draining = True
         log.info("%s: draining, at most %d s", name, DRAIN_SECONDS)
-        self._server.stop()
+        self._state.tm.draining = True
+        self._draining = asyncio.ensure_future(self._drain(self._state.tm))
+
+    async def _drain(self, tm: TokenizerManager) -> None:
+        """Go on listening until what runs has finished: new requests are told 503 and may turn to another server."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        await tm.wait_idle(DRAIN_SECONDS)
+        self._server.stop(at_once=time.monotonic() >= deadline)
 
     async def _stop_engine(self) -> None:
         tm, launched = self._state.tm, self._launched
