@@ -19,8 +19,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None  # None: derive, -1: never split a prompt
     max_prefill_tokens: int = 16384
+    prefill_max_requests: int | None = None
+    enable_mixed_chunk: bool = False
+    prefill_decode_interval: int = 0
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
+    enable_priority_scheduling: bool = False
+    schedule_low_priority_values_first: bool = False
+    default_priority_value: int | None = None
+    priority_scheduling_preemption_threshold: int = 10
+    disable_priority_preemption: bool = False
+    max_wait_steps: int = 4096
     disable_radix_cache: bool = False
     radix_eviction_policy: str = "lru"
     disable_overlap_schedule: bool | None = None  # None: decided by device

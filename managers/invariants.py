@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from .scheduler import Memory
+from .prefill_planner import Memory
 
 logger = logging.getLogger(__name__)
 

@@ -56,6 +56,7 @@ class GenerateReq(Message):
     extra_key: str = ""
     cache_salt: str = ""
     priority: int | None = None
+    routing_key: str = ""
 
 
 class AbortReq(Message):

@@ -53,11 +53,19 @@ class PrefillBudget:
     def floor_page(self, num_tokens: int) -> int:
         return num_tokens // self.page_size * self.page_size
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether all of the candidate, with its output, fits beside what runs and what was admitted before it."""
+    @property
+    def room(self) -> float:
+        """Tokens that are neither taken nor reserved."""
+        return self.free_tokens - self.reserved_tokens
+
+    def need(self, candidate: Candidate) -> int:
+        """Tokens that all of the candidate, with its output, takes out of the room."""
         extend = self.ceil_page(candidate.num_tokens - candidate.prefix_len)
-        new = min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return extend + new + self.page_size <= self.free_tokens - self.reserved_tokens - candidate.pinned
+        return extend + min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS) + self.page_size + candidate.pinned
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the candidate fits beside what runs and what was admitted before it."""
+        return self.need(candidate) <= self.room
 
     def spend(self, candidate: Candidate, extend_len: int, *, final: bool) -> None:
         """Take an admission out of the budget."""

@@ -30,6 +30,8 @@ class Req:
     stop_ids: frozenset[int]  # its own stop tokens, besides the model's
     stop_checker: StopChecker | None
     seed: int
+    priority: int | None = None
+    routing_key: str = ""
     row: int = 0
     hold: CacheHold | None = None
     cached_tokens: int | None = None
@@ -51,6 +53,8 @@ class Req:
             stop_ids=frozenset(params.stop_token_ids),
             stop_checker=StopChecker(tokenizer, params) if params.stop else None,
             seed=params.sampling_seed if params.sampling_seed is not None else arrival,
+            priority=message.priority,
+            routing_key=message.routing_key,
         )
 
     @property

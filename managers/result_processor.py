@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..model_executor.step import ForwardMode, StepOutput
+from ..model_executor.step import StepOutput
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .output_stream import OutputStream
@@ -42,8 +42,9 @@ class ResultProcessor:
         sampled = alive[step.sample_index]
         rows = step.rows[step.sample_index[sampled]]
         finished = self._append(rows, output.next_ids[sampled])
-        if step.mode is not ForwardMode.DECODE:
-            self._share_prompts(step.rows[alive], finished)
+        prompts = step.rows[: batch.num_prefill]
+        if len(prompts):
+            self._share_prompts(prompts[alive[: batch.num_prefill]], finished)
         if finished:
             rows = np.union1d(rows, np.fromiter(finished, np.int32))
         self._outputs.emit(rows, finished)

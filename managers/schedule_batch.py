@@ -12,10 +12,14 @@ from .live_table import LiveTable
 
 @dataclass(slots=True)
 class ScheduleBatch:
-    """One step. epochs: int64 [B], of the rows at launch; a row whose epoch has changed since has a new owner or none."""
+    """One step. The first num_prefill rows compute prompts or chunks of them, the others decode.
+
+    epochs: int64 [B], of the rows at launch; a row whose epoch has changed since has a new owner or none.
+    """
 
     step: StepInput
     epochs: np.ndarray
+    num_prefill: int
 
     @property
     def rows(self) -> np.ndarray:
@@ -24,12 +28,7 @@ class ScheduleBatch:
 
 def build_decode(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
     """One token for each of ``rows``: launch the newest token of each, whose KV goes to slots [B]."""
-    seq_lens = table.launched_lens[rows]
-    newest = table.tokens[rows, seq_lens - 1].astype(np.int64)
-    input_ids = np.where(table.known_lens[rows] == seq_lens, newest, -rows.astype(np.int64))
-    table.pool.table[rows, seq_lens - 1] = slots
-    table.kv_lens[rows] = seq_lens
-    table.launched_lens[rows] = seq_lens + 1
+    seq_lens, input_ids = _advance(table, rows, slots)
     step = StepInput(
         mode=ForwardMode.DECODE,
         rows=rows,
@@ -40,7 +39,7 @@ def build_decode(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> Sched
         sample_index=np.arange(len(rows), dtype=np.int32),
         sampling=_sampling(table, rows, seq_lens),
     )
-    return ScheduleBatch(step=step, epochs=table.epochs[rows])
+    return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=0)
 
 
 def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
@@ -68,7 +67,37 @@ def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, sl
         sample_index=samples,
         sampling=_sampling(table, sampling_rows, seq_lens[samples]),
     )
-    return ScheduleBatch(step=step, epochs=table.epochs[rows])
+    return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=len(rows))
+
+
+def mix(table: LiveTable, batch: ScheduleBatch, rows: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
+    """A prefill step with one more token for each of ``rows``, none of which is in it; the KV of these goes to slots."""
+    prefill = batch.step
+    seq_lens, input_ids = _advance(table, rows, slots)
+    samples = np.concatenate([prefill.sample_index, len(prefill.rows) + np.arange(len(rows), dtype=np.int32)])
+    all_rows, all_lens = np.concatenate([prefill.rows, rows]), np.concatenate([prefill.seq_lens, seq_lens])
+    step = StepInput(
+        mode=ForwardMode.MIXED,
+        rows=all_rows,
+        seq_lens=all_lens,
+        extend_lens=np.concatenate([prefill.extend_lens, np.ones(len(rows), np.int32)]),
+        input_ids=np.concatenate([prefill.input_ids, input_ids]),
+        out_cache_loc=np.concatenate([prefill.out_cache_loc, slots]),
+        sample_index=samples,
+        sampling=_sampling(table, all_rows[samples], all_lens[samples]),
+    )
+    return ScheduleBatch(step=step, epochs=table.epochs[all_rows], num_prefill=batch.num_prefill)
+
+
+def _advance(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Note one more launched token for each of ``rows``; their lengths with it in the KV, and its id or placeholder."""
+    seq_lens = table.launched_lens[rows]
+    newest = table.tokens[rows, seq_lens - 1].astype(np.int64)
+    input_ids = np.where(table.known_lens[rows] == seq_lens, newest, -rows.astype(np.int64))
+    table.pool.table[rows, seq_lens - 1] = slots
+    table.kv_lens[rows] = seq_lens
+    table.launched_lens[rows] = seq_lens + 1
+    return seq_lens, input_ids
 
 
 def _sampling(table: LiveTable, rows: np.ndarray, positions: np.ndarray) -> SamplingInput:

@@ -7,47 +7,25 @@ messages and on what follows from them, never on a clock or on chance.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..mem_cache.allocator import SlotAllocator
-from ..mem_cache.prefix_cache import PrefixCache
 from ..model_executor.step import Runner, StepHandle
 from .faults import Faults
 from .io_struct import FinishReason
-from .live_table import LiveTable
 from .output_stream import OutputStream
-from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
+from .prefill_planner import Memory, PrefillLimits, PrefillPlan, PrefillPlanner
 from .req import Req
 from .result_processor import ResultProcessor
 from .retraction import NewTokenRatio, retraction_order
-from .schedule_batch import ScheduleBatch, build_decode, build_extend
-from .schedule_policy import ORDERS, needs_matches
+from .schedule_batch import ScheduleBatch, build_decode, build_extend, mix
+from .schedule_policy import SchedulePolicy, plan_preemption
 from .stats import Loads, SchedulerStats
+from .waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 NO_ROWS = np.empty(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulePolicy:
-    """The scheduler's settings."""
-
-    name: str = "fcfs"
-    max_prefill_tokens: int = 16384
-    chunked_prefill_size: int | None = None  # a multiple of the page size; None: prompts are never split
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The three owners of slots and rows. free + cached + private to rows = total."""
-
-    allocator: SlotAllocator
-    cache: PrefixCache
-    table: LiveTable
 
 
 class Scheduler:
@@ -59,6 +37,7 @@ class Scheduler:
         memory: Memory,
         runner: Runner,
         policy: SchedulePolicy,
+        limits: PrefillLimits,
         ratio: NewTokenRatio,
         outputs: OutputStream,
         stats: SchedulerStats,
@@ -66,24 +45,33 @@ class Scheduler:
     ) -> None:
         self.memory = memory
         self.runner = runner
-        self.policy = policy
         self.ratio = ratio
         self.outputs = outputs
         self.stats = stats
         self.stats.loads = self.loads
         self.faults = faults
-        self.waiting: list[Req] = []
+        self.waiting = WaitingQueue(policy, memory.cache)
+        self.planner = PrefillPlanner(memory, self.waiting, limits, ratio)
         self.running: np.ndarray = NO_ROWS  # rows that decode, in the order of admission
         self.chunked: Req | None = None  # the one request whose prompt is computed in part
         self.live: dict[str, Req] = {}
-        self.stalled = False  # nothing was freed since the head of the queue did not fit
+        self.decode_debt = 0  # decode steps that are due before the next prefill step
         self.results = ResultProcessor(memory.table, outputs, self.finish, self._keep)
 
     # --- the three verbs
 
     def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
         """The next step, or None. in_flight: a launched step is not absorbed yet, so short memory may be about to ease."""
-        return self._next_prefill() or self._next_decode(in_flight=in_flight)
+        if self.decode_debt and len(self.running):
+            self.decode_debt -= 1
+            return self._next_decode(in_flight=in_flight)
+        plan = self._plan_prefill()
+        if plan and not plan.admissions and self._preempts(plan):
+            if in_flight:
+                return None
+            plan = self._preempt(plan)
+        batch = self._carry_out(plan) if plan and plan.admissions else None
+        return batch or self._next_decode(in_flight=in_flight)
 
     def launch(self, batch: ScheduleBatch) -> StepHandle:
         """Start the step on the device."""
@@ -113,8 +101,12 @@ class Scheduler:
     def add(self, req: Req) -> None:
         """Queue a request."""
         self.live[req.rid] = req
-        self.waiting.append(req)
-        self.stalled = False
+        self.waiting.add(req)
+
+    def drop(self, req: Req, reason: FinishReason) -> None:
+        """End a request that neither waits nor has a row."""
+        self.outputs.emit_waiting(req, reason)
+        del self.live[req.rid]
 
     def abort(self, rid: str, reason: FinishReason) -> bool:
         """End a request now, in whatever phase it is; says whether it was alive."""
@@ -125,9 +117,8 @@ class Scheduler:
             self.outputs.emit(np.array([req.row], np.int32), {req.row: reason})
             self.finish(req)
         else:
-            self.outputs.emit_waiting(req, reason)
             self.waiting.remove(req)
-            del self.live[rid]
+            self.drop(req, reason)
         self.stats.num_aborted += 1
         return True
 
@@ -152,76 +143,44 @@ class Scheduler:
 
     # --- prefill
 
-    def _next_prefill(self) -> ScheduleBatch | None:
-        if self.stalled or not (self.waiting or self.chunked):
+    def _plan_prefill(self) -> PrefillPlan | None:
+        if self.chunked is None and not len(self.waiting):
             return None
-        if self.chunked is None and not self.memory.table.pool.available:
-            return None
-        if self.policy.name != "fcfs":
-            self._order_waiting()
-        plan = plan_prefill(self._candidates(), self._budget())
-        if not plan:
-            self.stalled = self.chunked is None
-            return None
-        return self._carry_out(plan)
+        return self.planner.plan(self.chunked, self.running)
 
-    def _order_waiting(self) -> None:
-        arrivals = np.array([req.arrival for req in self.waiting])
-        prefix_lens = np.zeros(len(self.waiting), np.int64)
-        if needs_matches(self.policy.name):
-            prefix_lens[:] = [self.memory.cache.match_prefix(req.key, req.token_ids[:-1]).length for req in self.waiting]
-        self.waiting = [self.waiting[i] for i in ORDERS[self.policy.name](arrivals, prefix_lens)]
-
-    def _candidates(self) -> Iterator[Candidate]:
-        table = self.memory.table
-        if self.chunked is not None:
-            row = self.chunked.row
-            yield Candidate(
-                num_tokens=int(table.known_lens[row]),
-                prefix_len=int(table.kv_lens[row]),
-                pinned=0,
-                max_new_tokens=int(table.limits[row] - table.known_lens[row]),
-                continuing=True,
-            )
-        for req in self.waiting:
-            match = self.memory.cache.match_prefix(req.key, req.token_ids[:-1])
-            yield Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)
-
-    def _budget(self) -> PrefillBudget:
-        memory, table = self.memory, self.memory.table
-        rest = np.minimum(table.limits[self.running] - table.launched_lens[self.running], CLIP_MAX_NEW_TOKENS)
-        return PrefillBudget(
-            free_tokens=memory.allocator.available + memory.cache.evictable_size,
-            reserved_tokens=float(rest.sum()) * self.ratio.value,
-            input_tokens=self.policy.max_prefill_tokens,
-            chunk_tokens=self.policy.chunked_prefill_size,
-            rows=table.pool.available,
-            page_size=memory.allocator.page_size,
-        )
-
-    def _carry_out(self, plan: list[Admission]) -> ScheduleBatch | None:
+    def _carry_out(self, plan: PrefillPlan) -> ScheduleBatch | None:
         """Lock, seat, allocate. Nothing is evicted before all planned prefixes are locked, so each match is as it was planned."""
-        queue = ([self.chunked] if self.chunked else []) + self.waiting
-        reqs = [queue[admission.queue_index] for admission in plan]
+        table, reqs = self.memory.table, plan.reqs
         new = [req for req in reqs if not req.row]
         for req in new:
             self._seat(req)
-        table = self.memory.table
         rows = np.array([req.row for req in reqs], np.int32)
-        ends = np.array([admission.prefix_len + admission.extend_len for admission in plan], np.int32)
+        ends = np.array([admission.prefix_len + admission.extend_len for admission in plan.admissions], np.int32)
         slots = self._alloc_extend(rows, ends)
         if slots is None:
             for req in reversed(new):
                 self._send_back(req)
-            self.stalled = True
             return None
         num_cached = sum(int(table.kv_lens[req.row]) for req in new)
-        self.waiting = self.waiting[len(new) :]
-        self.chunked = None if plan[-1].final else reqs[-1]
         batch = build_extend(table, rows, ends - table.kv_lens[rows], slots)
+        self.chunked = None if plan.admissions[-1].final else reqs[-1]
+        self.decode_debt = self.planner.limits.decode_interval
+        if self.planner.limits.mixed:
+            batch = self._mix(batch)
         joins = rows[(ends == table.known_lens[rows]) & (table.launched_lens[rows] < table.limits[rows])]
         self.running = np.concatenate([self.running, joins])
+        self.waiting.tick(len(batch.step.input_ids))
         self.stats.prefill(num_reqs=len(reqs), num_new=len(slots), num_cached=num_cached)
+        return batch
+
+    def _mix(self, batch: ScheduleBatch) -> ScheduleBatch:
+        """Let the running rows decode in the same step, if there are slots for it without retracting anyone."""
+        slots = self._alloc_decode() if len(self.running) else None
+        if slots is None:
+            return batch
+        batch = mix(self.memory.table, batch, self.running, slots)
+        self._drop_complete()
+        self.stats.decode(num_reqs=len(slots))
         return batch
 
     def _alloc_extend(self, rows: np.ndarray, ends: np.ndarray) -> np.ndarray | None:
@@ -237,12 +196,39 @@ class Scheduler:
             self.memory.cache.evict(short)
 
     def _seat(self, req: Req) -> None:
+        self.waiting.remove(req)
         hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.token_ids[:-1])
-        self.memory.table.seat(req, prefix_slots)
+        row = self.memory.table.seat(req, prefix_slots)
         req.hold = hold
         if req.cached_tokens is None:
             req.cached_tokens = min(len(prefix_slots), req.num_prompt)
+        self.planner.prefilling[row] = (req.key, req.token_ids)
         self.outputs.seat(req)
+
+    # --- preemption
+
+    def _preempts(self, plan: PrefillPlan) -> bool:
+        return plan.head is not None and self.chunked is None and bool(self._victims(plan.head))
+
+    def _victims(self, head: Req) -> list[Req]:
+        """Running requests that may give way to one that waits, enough of them, or none."""
+        policy, table = self.waiting.policy, self.memory.table
+        if policy.preemption_threshold is None:
+            return []
+        reqs = [table.req(row) for row in self.running.tolist()]
+        ranks = np.array([policy.rank_of(req.priority) for req in reqs], np.int64)
+        freed = [
+            int(table.kv_lens[req.row]) - req.held().length + table.limits[req.row] - table.launched_lens[req.row] for req in reqs
+        ]
+        need = self.planner.shortfall(head, self.running)
+        indices = plan_preemption(need, policy.rank_of(head.priority), policy.preemption_threshold, ranks, np.array(freed))
+        return [reqs[index] for index in indices]
+
+    def _preempt(self, plan: PrefillPlan) -> PrefillPlan | None:
+        """Send the victims back and plan again. Only called when every launched step is absorbed."""
+        for req in self._victims(plan.head) if plan.head else []:
+            self._retract(req)
+        return self._plan_prefill()
 
     # --- decode
 
@@ -260,10 +246,15 @@ class Scheduler:
             if slots is None:
                 return None
         batch = build_decode(self.memory.table, self.running, slots)
-        table = self.memory.table
-        self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
+        self._drop_complete()
+        self.waiting.tick(len(slots))
         self.stats.decode(num_reqs=len(slots))
         return batch
+
+    def _drop_complete(self) -> None:
+        """Rows whose last token is launched decode no more."""
+        table = self.memory.table
+        self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
 
     def _alloc_decode(self) -> np.ndarray | None:
         """A slot for each running row's newest token, or None if they are not to be had."""
@@ -303,8 +294,7 @@ class Scheduler:
         """From its row to its place in the queue."""
         self.outputs.unseat(req)
         self._vacate(req)
-        later = next((i for i, other in enumerate(self.waiting) if other.arrival > req.arrival), len(self.waiting))
-        self.waiting.insert(later, req)
+        self.waiting.add(req)
 
     def _vacate(self, req: Req, *, share: bool = True) -> None:
         table, row = self.memory.table, req.row
@@ -316,10 +306,12 @@ class Scheduler:
         else:
             self.memory.cache.release(req.held(), table.slots(row))
         table.unseat(req)
-        self.stalled = False
+        self.planner.prefilling.pop(row, None)
 
     def _keep(self, req: Req) -> None:
         """Share what a request that goes on has computed so far."""
         table, row = self.memory.table, req.row
         tokens = table.confirmed_tokens(row)
         self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
+        if req is not self.chunked:
+            self.planner.prefilling.pop(row, None)

@@ -28,8 +28,10 @@ from .io_struct import Heartbeat, ToScheduler
 from .ipc import Receiver, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
+from .prefill_planner import Memory, PrefillLimits
 from .retraction import NewTokenRatio
-from .scheduler import Memory, SchedulePolicy, Scheduler
+from .schedule_policy import CACHE_AWARE, SchedulePolicy
+from .scheduler import Scheduler
 from .stats import SchedulerStats
 from .tokenizer import Tokenizer
 
@@ -113,15 +115,32 @@ def build_scheduler(
     return Scheduler(
         memory=memory,
         runner=runner,
-        policy=SchedulePolicy(
-            name="fcfs" if config.disable_radix_cache else config.schedule_policy,
+        policy=_policy(config),
+        limits=PrefillLimits(
             max_prefill_tokens=config.max_prefill_tokens,
             chunked_prefill_size=info.chunked_prefill_size,
+            max_requests=config.prefill_max_requests,
+            mixed=config.enable_mixed_chunk,
+            decode_interval=config.prefill_decode_interval,
         ),
         ratio=NewTokenRatio.create(config.schedule_conservativeness),
         outputs=OutputStream(memory.table, send),
         stats=stats,
         faults=Faults.from_env(),
+    )
+
+
+def _policy(config: SchedulerConfig) -> SchedulePolicy:
+    by_priority = config.enable_priority_scheduling or config.schedule_policy == "priority"
+    preempts = by_priority and not config.disable_priority_preemption
+    return SchedulePolicy(
+        name="fcfs" if config.disable_radix_cache and config.schedule_policy in CACHE_AWARE else config.schedule_policy,
+        seed=config.runner.random_seed,
+        by_priority=by_priority,
+        low_values_first=config.schedule_low_priority_values_first,
+        default_priority=config.default_priority_value,
+        preemption_threshold=config.priority_scheduling_preemption_threshold if preempts else None,
+        max_wait_steps=config.max_wait_steps,
     )
 
 

@@ -9,6 +9,8 @@ A prompt that is ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its outpu
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 
 from .model_config import load_model_config
@@ -23,7 +25,7 @@ class OracleRunner:
     """Implements Runner with numpy. The model's config and tokenizer are real, its weights are never read."""
 
     def __init__(self, config: RunnerConfig) -> None:
-        model = load_model_config(config.model_path, context_length=config.context_length, overrides={})
+        model = load_model_config(config.model_path, context_length=config.context_length, overrides=json.loads(config.json_model_override_args))
         self.info = ModelInfo(
             model_type=model.model_type,
             architectures=[model.architecture],
@@ -58,7 +60,7 @@ class OracleRunner:
 
     def _run(self, step: StepInput) -> StepOutput:
         input_ids = np.where(step.input_ids < 0, self._sampled[np.maximum(-step.input_ids, 0)], step.input_ids)
-        if len(input_ids) and not (0 <= input_ids.min() and input_ids.max() < self.info.vocab_size):
+        if len(input_ids) and not (input_ids.min() >= 0 and input_ids.max() < self.info.vocab_size):
             raise IndexError("an input id is outside the vocabulary")
         self._slots[step.out_cache_loc] = input_ids
         contexts = (self._context(int(step.rows[i]), int(step.seq_lens[i])) for i in step.sample_index)

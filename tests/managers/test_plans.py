@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from banyan.managers.prefill_adder import Admission, Candidate, PrefillBudget, plan_prefill
 from banyan.managers.retraction import NewTokenRatio, retraction_order
-from banyan.managers.schedule_policy import ORDERS, POLICIES, needs_matches
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -134,12 +133,3 @@ def test_retraction_order() -> None:
     outputs = np.array([5, 1, 1, 9, 1])
     prompts = np.array([10, 20, 30, 5, 30])
     assert retraction_order(outputs, prompts).tolist() == [4, 2, 1, 0, 3]
-
-
-def test_orders() -> None:
-    arrivals = np.array([3, 1, 2])
-    prefixes = np.array([10, 10, 50])
-    assert set(ORDERS) == set(POLICIES)
-    assert ORDERS["fcfs"](arrivals, prefixes).tolist() == [1, 2, 0]
-    assert ORDERS["lpm"](arrivals, prefixes).tolist() == [2, 1, 0]
-    assert [needs_matches(name) for name in POLICIES] == [False, True]

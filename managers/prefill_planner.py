@@ -1,0 +1,139 @@
+"""PrefillPlanner: pulls requests out of the queue in order, looks up their prefixes, plans the next prefill step. Changes nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..mem_cache.allocator import SlotAllocator
+from ..mem_cache.prefix_cache import CacheKey, NoPrefixCache, PrefixCache
+from .live_table import LiveTable
+from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
+from .req import Req
+from .retraction import NewTokenRatio
+from .waiting_queue import WaitingQueue
+
+SHARED_MIN = 32  # tokens that a request must be about to find in the cache before it is worth a step of waiting
+MAX_DEFERRED = 128  # requests that are passed over in one plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The three owners of slots and rows. free + cached + private to rows = total."""
+
+    allocator: SlotAllocator
+    cache: PrefixCache
+    table: LiveTable
+
+
+@dataclass(slots=True, kw_only=True)
+class PrefillLimits:
+    """What one prefill step may hold.
+
+    chunked_prefill_size: a multiple of the page size; None: prompts are never split. mixed: decode in the same step.
+    decode_interval: decode steps between two prefill steps while anything decodes.
+    """
+
+    max_prefill_tokens: int = 16384
+    chunked_prefill_size: int | None = None
+    max_requests: int | None = None
+    mixed: bool = False
+    decode_interval: int = 0
+
+
+@dataclass(slots=True)
+class PrefillPlan:
+    """admissions[i] says how much of reqs[i] to compute. head: the first request that did not fit, None if all did."""
+
+    reqs: list[Req]
+    admissions: list[Admission]
+    head: Req | None
+
+
+class PrefillPlanner:
+    """``prefilling`` names, by row, the prompts whose KV is being computed and not shared yet.
+
+    A waiting request that shares more than what is cached with one of these is passed over: a step later it hits the cache.
+    """
+
+    def __init__(self, memory: Memory, waiting: WaitingQueue, limits: PrefillLimits, ratio: NewTokenRatio) -> None:
+        self.limits = limits
+        self.prefilling: dict[int, tuple[CacheKey, np.ndarray]] = {}
+        self._memory = memory
+        self._waiting = waiting
+        self._ratio = ratio
+        self._shares = not isinstance(memory.cache, NoPrefixCache)
+
+    def plan(self, chunked: Req | None, running: np.ndarray) -> PrefillPlan:
+        """Whom to admit beside the rows that run; ``chunked`` goes first."""
+        pulled: list[Req] = []
+        admissions = plan_prefill(self._candidates(chunked, running, pulled), self._budget(running))
+        reqs = [pulled[admission.queue_index] for admission in admissions]
+        return PrefillPlan(reqs, admissions, pulled[-1] if len(pulled) > len(reqs) else None)
+
+    def shortfall(self, req: Req, running: np.ndarray) -> int:
+        """Tokens that are missing for a request to be admitted; at least 1 if what it lacks is a row."""
+        match = self._memory.cache.match_prefix(req.key, req.token_ids[:-1])
+        budget = self._budget(running)
+        missing = budget.need(Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)) - budget.room
+        return max(int(np.ceil(missing)), 0 if budget.rows > 0 else 1)
+
+    def _candidates(self, chunked: Req | None, running: np.ndarray, pulled: list[Req]) -> Iterator[Candidate]:
+        table = self._memory.table
+        if chunked is not None:
+            row = chunked.row
+            pulled.append(chunked)
+            yield Candidate(
+                num_tokens=int(table.known_lens[row]),
+                prefix_len=int(table.kv_lens[row]),
+                pinned=0,
+                max_new_tokens=int(table.limits[row] - table.known_lens[row]),
+                continuing=True,
+            )
+        num_deferred = 0
+        for req in self._waiting.ordered(self._running_keys(running)):
+            match = self._memory.cache.match_prefix(req.key, req.token_ids[:-1])
+            if self._shares and self._is_worth_waiting(req, match.length, pulled):
+                num_deferred += 1
+                if num_deferred > MAX_DEFERRED:
+                    return
+                continue
+            pulled.append(req)
+            yield Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)
+
+    def _is_worth_waiting(self, req: Req, num_cached: int, pulled: list[Req]) -> bool:
+        prompts = [*self.prefilling.values(), *((other.key, other.token_ids) for other in pulled if not other.row)]
+        needed = num_cached + SHARED_MIN
+        return any(
+            key == req.key and len(ids) >= needed and common_prefix(ids, req.token_ids[:-1]) >= needed for key, ids in prompts
+        )
+
+    def _running_keys(self, running: np.ndarray) -> dict[str, int]:
+        if self._waiting.policy.name != "routing-key":
+            return {}
+        return Counter(self._memory.table.req(row).routing_key for row in running.tolist())
+
+    def _budget(self, running: np.ndarray) -> PrefillBudget:
+        memory, table, limits = self._memory, self._memory.table, self.limits
+        rest = np.minimum(table.limits[running] - table.launched_lens[running], CLIP_MAX_NEW_TOKENS)
+        mixed = len(running) if limits.mixed else 0
+        chunk = limits.chunked_prefill_size
+        return PrefillBudget(
+            free_tokens=memory.allocator.available + memory.cache.evictable_size,
+            reserved_tokens=float(rest.sum()) * self._ratio.value + mixed * memory.allocator.page_size,
+            input_tokens=limits.max_prefill_tokens - mixed,
+            chunk_tokens=None if chunk is None else max(chunk - mixed, memory.allocator.page_size),
+            rows=min(table.pool.available, limits.max_requests or table.pool.available),
+            page_size=memory.allocator.page_size,
+        )
+
+
+def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Length of the longest common prefix of two arrays."""
+    size = min(len(a), len(b))
+    differs = a[:size] != b[:size]
+    first = int(differs.argmax()) if size else 0
+    return first if size and differs[first] else size
