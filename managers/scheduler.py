@@ -313,5 +313,5 @@ class Scheduler:
         table, row = self.memory.table, req.row
         tokens = table.confirmed_tokens(row)
         self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
-        if req is not self.chunked:
+        if len(tokens) >= table.known_lens[row] - 1:  # the whole prompt, with the token that it yielded not counted
             self.planner.prefilling.pop(row, None)

@@ -56,7 +56,7 @@ def run_scheduler(config: SchedulerConfig, ready: Callable[[dict[str, Any]], Non
 
 
 def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], runner: Runner, context: zmq.Context[Any]) -> None:
-    tokenizer = Tokenizer.load(config.tokenizer_path)
+    tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     info, memory = build_memory(config, runner, tokenizer)
     to_detokenizer = Sender(context, config.ipc.detokenizer)
     scheduler = build_scheduler(config, info, memory, runner, to_detokenizer.send)

@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from banyan.managers.invariants import MemoryBreach, check_memory
-from banyan.managers.io_struct import FinishReason
-from harness import CONFIG, EOS, SCRIPT, VOCAB, Harness
+from harness import EOS, SCRIPT, Harness, expected, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
-def expected(prompt: list[int], num_new: int) -> list[int]:
-    """What the oracle says of a prompt, computed from its definition."""
-    ids = list(prompt)
-    for _ in range(num_new):
-        digest = sum((token + 1) * pow(0x9E3779B97F4A7C15, i, 2**64) for i, token in enumerate(ids)) % 2**64
-        ids.append((digest >> 17) % (VOCAB - 1))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt) :]
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(3, VOCAB - 1, length).tolist()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("oracle")
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    return path
-
-
-@pytest.fixture(
-    params=[(False, 1), (False, 16), (True, 1), (True, 16)], ids=lambda p: f"{'overlap' if p[0] else 'normal'}-page{p[1]}"
-)
-def make(request: pytest.FixtureRequest, folder: Path) -> Any:
-    overlap, page_size = request.param
-    made: list[Harness] = []
-
-    def build(**options: Any) -> Harness:
-        made.append(Harness(folder, overlap=overlap, page_size=page_size, **options))
-        return made[-1]
-
-    yield build
-    for harness in made:
-        harness.close()
+from banyan.managers.invariants import MemoryBreach, check_memory
+from banyan.managers.io_struct import FinishReason
 
 
 def test_outputs_follow_from_the_context_alone(make: Any) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from banyan.managers.config import RunnerConfig, SchedulerConfig
 from banyan.managers.event_loop import NormalLoop, OverlapLoop
 from banyan.managers.faults import Faults
@@ -90,15 +92,20 @@ class Harness:
                 self.reasons[rid] = output.finish_reasons[row]
         assert next(ids, None) is None
 
-    def submit(self, rid: str, prompt: list[int], *, stream: bool = False, extra_key: str = "", **params: Any) -> None:
+    def submit(self, rid: str, prompt: list[int], *, stream: bool = False, **options: Any) -> None:
+        """options are GenerateReq's fields or sampling parameters."""
+        fields = {name: options.pop(name) for name in GenerateReq.__struct_fields__ if name in options}
         message = GenerateReq(
             rid=rid,
             input_ids=pack_ids(prompt),
-            sampling_params=SamplingParams.parse({"max_new_tokens": 8, "temperature": 0, **params}, self.info.model.vocab_size),
+            sampling_params=SamplingParams.parse({"max_new_tokens": 8, "temperature": 0, **options}, self.info.model.vocab_size),
             stream=stream,
-            extra_key=extra_key,
+            **fields,
         )
         self.scheduler.add(Req.from_message(message, arrival=next(self.arrivals), weight_version="default", tokenizer=TOKENIZER))
+
+    def abort(self, rid: str) -> bool:
+        return self.scheduler.abort(rid, FinishReason(kind="abort", message="test"))
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):
@@ -117,3 +124,18 @@ class Harness:
 
     def close(self) -> None:
         self.runner.close()
+
+
+def expected(prompt: list[int], num_new: int) -> list[int]:
+    """What the oracle says of a prompt, computed from its definition."""
+    ids = list(prompt)
+    for _ in range(num_new):
+        digest = sum((token + 1) * pow(0x9E3779B97F4A7C15, i, 2**64) for i, token in enumerate(ids)) % 2**64
+        ids.append((digest >> 17) % (VOCAB - 1))
+        if ids[-1] == EOS:
+            break
+    return ids[len(prompt) :]
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, VOCAB - 1, length).tolist()
