@@ -61,12 +61,15 @@ class LruOrder:
     a leaf, and an inner node that becomes a leaf is in its place already.
     """
 
-    __slots__ = ("_list",)
+    __slots__ = ("_clock", "_list")
 
     def __init__(self) -> None:
         self._list = _List()
+        self._clock = 0
 
     def add(self, node: Node) -> None:
+        self._clock += 1
+        node.used = self._clock
         self._list.append(node)
 
     def discard(self, node: Node) -> None:

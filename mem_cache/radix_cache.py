@@ -53,6 +53,11 @@ class RadixCache:
         return self._tree.evictable_size + self._tree.protected_size
 
     @property
+    def tree(self) -> RadixTree:
+        """What is cached, for reports; not to be changed."""
+        return self._tree
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of the tree, roots not counted."""
         return self._tree.num_nodes
