@@ -32,6 +32,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_wait_steps: int = 4096
     disable_radix_cache: bool = False
     radix_eviction_policy: str = "lru"
+    session_hold_fraction: float = 0.5  # share of the pool that streaming sessions may keep between their turns
     disable_overlap_schedule: bool | None = None  # None: decided by device
     weight_version: str = "default"
     decode_log_interval: int = 40
@@ -75,3 +76,5 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     preferred_sampling_params: str = "{}"
     log_requests: bool = False
     random_seed: int | None = None  # seeds requests that bring no seed of their own
+    max_sessions: int = 1024
+    streaming_sessions: bool = True  # the scheduler has a prefix cache that can hold KV between turns

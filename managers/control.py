@@ -15,6 +15,7 @@ from .io_struct import (
     FlushCacheReq,
     GenerateReq,
     InternalStateReq,
+    ReleaseHoldReq,
     ShutdownReq,
     ToScheduler,
 )
@@ -51,6 +52,7 @@ class Control:
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._generate,
             AbortReq: self._abort,
+            ReleaseHoldReq: self._release_hold,
             FlushCacheReq: self._flush_cache,
             InternalStateReq: self._internal_state,
             ShutdownReq: self._shutdown,
@@ -105,8 +107,13 @@ class Control:
             text = f"Flush cache failed: {loads.num_running} requests run and {loads.num_waiting} wait."
             self._reply(ControlReply(call_id=message.call_id, success=False, message=text))
             return
+        num_held = scheduler.memory.holds.clear()
         scheduler.memory.cache.reset()
-        self._reply(ControlReply(call_id=message.call_id, message="Cache flushed."))
+        text = f"Cache flushed; {num_held} sessions lost what they held." if num_held else "Cache flushed."
+        self._reply(ControlReply(call_id=message.call_id, message=text))
+
+    def _release_hold(self, message: ReleaseHoldReq) -> None:
+        self._scheduler.memory.holds.release(message.session)
 
     def _internal_state(self, message: InternalStateReq) -> None:
         self._reply(ControlReply(call_id=message.call_id, state=state_of(self._scheduler)))
@@ -123,6 +130,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
         "num_waiting_reqs": loads.num_waiting,
         "num_used_tokens": loads.num_used_tokens,
         "num_cached_tokens": cache.evictable_size + cache.protected_size,
+        "num_session_held_tokens": scheduler.memory.holds.num_tokens,
         "max_total_num_tokens": loads.num_tokens,
         "token_usage": round(loads.token_usage, 4),
         "new_token_ratio": round(scheduler.ratio.value, 4),

@@ -57,6 +57,13 @@ class GenerateReq(Message):
     cache_salt: str = ""
     priority: int | None = None
     routing_key: str = ""
+    session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
+
+
+class ReleaseHoldReq(Message):
+    """A streaming session ended: what it holds of the cache may go."""
+
+    session: str
 
 
 class AbortReq(Message):
@@ -147,6 +154,6 @@ class TextOutput(OutputColumns):
     texts: list[str] = []
 
 
-ToScheduler = GenerateReq | AbortReq | FlushCacheReq | InternalStateReq | ShutdownReq
+ToScheduler = GenerateReq | ReleaseHoldReq | AbortReq | FlushCacheReq | InternalStateReq | ShutdownReq
 ToDetokenizer = TokenOutput | ShutdownReq
 ToTokenizer = TextOutput | ControlReply | Heartbeat

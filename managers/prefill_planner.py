@@ -14,6 +14,7 @@ from .live_table import LiveTable
 from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
 from .req import Req
 from .retraction import NewTokenRatio
+from .session_holds import SessionHolds
 from .waiting_queue import WaitingQueue
 
 SHARED_MIN = 32  # tokens that a request must be about to find in the cache before it is worth a step of waiting
@@ -22,11 +23,12 @@ MAX_DEFERRED = 128  # requests that are passed over in one plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The three owners of slots and rows. free + cached + private to rows = total."""
+    """The owners of slots and rows: free + cached + private to rows = total. holds: what sessions lock of the cache."""
 
     allocator: SlotAllocator
     cache: PrefixCache
     table: LiveTable
+    holds: SessionHolds
 
 
 @dataclass(slots=True, kw_only=True)

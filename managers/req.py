@@ -32,6 +32,7 @@ class Req:
     seed: int
     priority: int | None = None
     routing_key: str = ""
+    session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     hold: CacheHold | None = None
     cached_tokens: int | None = None
@@ -55,6 +56,7 @@ class Req:
             seed=params.sampling_seed if params.sampling_seed is not None else arrival,
             priority=message.priority,
             routing_key=message.routing_key,
+            session_hold=message.session_hold,
         )
 
     @property

@@ -70,6 +70,8 @@ class Scheduler:
             if in_flight:
                 return None
             plan = self._preempt(plan)
+        if plan and not in_flight:
+            plan = self._without_holds(plan)
         batch = self._carry_out(plan) if plan and plan.admissions else None
         return batch or self._next_decode(in_flight=in_flight)
 
@@ -113,6 +115,7 @@ class Scheduler:
         req = self.live.get(rid)
         if req is None:
             return False
+        req.session_hold = ""
         if req.row:
             self.outputs.emit(np.array([req.row], np.int32), {req.row: reason})
             self.finish(req)
@@ -123,9 +126,9 @@ class Scheduler:
         return True
 
     def finish(self, req: Req, *, share: bool = True) -> None:
-        """Give a seated request's confirmed KV to the cache (unless it may be broken) and its row back."""
+        """Give a seated request's confirmed KV to the cache (unless it may be broken) and its row back; its session may keep it."""
         del self.live[req.rid]
-        self._vacate(req, share=share)
+        self._vacate(req, share=share, session=req.session_hold)
 
     def loads(self) -> Loads:
         """What runs, waits and is held now."""
@@ -147,6 +150,15 @@ class Scheduler:
         if self.chunked is None and not len(self.waiting):
             return None
         return self.planner.plan(self.chunked, self.running)
+
+    def _without_holds(self, plan: PrefillPlan) -> PrefillPlan | None:
+        """A plan that does not fail for what sessions hold, if nothing runs that could make room instead."""
+        replanned: PrefillPlan | None = plan
+        while replanned and replanned.head and not replanned.admissions and not len(self.running):
+            if not self.memory.holds.drop_oldest():
+                break
+            replanned = self._plan_prefill()
+        return replanned
 
     def _carry_out(self, plan: PrefillPlan) -> ScheduleBatch | None:
         """Lock, seat, allocate. Nothing is evicted before all planned prefixes are locked, so each match is as it was planned."""
@@ -281,6 +293,8 @@ class Scheduler:
             slots = self._alloc_decode()
             if slots is not None:
                 break
+        while slots is None and self.memory.holds.drop_oldest():
+            slots = self._alloc_decode()
         outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
         self.ratio.retracted(outputs, table.limits[self.running] - table.prompt_lens[self.running])
         return slots
@@ -296,12 +310,14 @@ class Scheduler:
         self._vacate(req)
         self.waiting.add(req)
 
-    def _vacate(self, req: Req, *, share: bool = True) -> None:
+    def _vacate(self, req: Req, *, share: bool = True, session: str = "") -> None:
         table, row = self.memory.table, req.row
         if req is self.chunked:
             self.chunked = None
         self.running = self.running[self.running != row]
-        if share:
+        if share and session:
+            self.memory.holds.keep(session, req.held(), table.confirmed_tokens(row), table.slots(row))
+        elif share:
             self.memory.cache.cache_finished_req(req.held(), table.confirmed_tokens(row), table.slots(row))
         else:
             self.memory.cache.release(req.held(), table.slots(row))

@@ -32,6 +32,7 @@ from .prefill_planner import Memory, PrefillLimits
 from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
 from .scheduler import Scheduler
+from .session_holds import SessionHolds
 from .stats import SchedulerStats
 from .tokenizer import Tokenizer
 
@@ -104,7 +105,8 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
         overlap=overlap,
         explain=explain,
     )
-    return info, Memory(allocator=allocator, cache=cache, table=LiveTable(pool, eos_mask))
+    holds = SessionHolds(cache, allocator, int(total * config.session_hold_fraction))
+    return info, Memory(allocator=allocator, cache=cache, table=LiveTable(pool, eos_mask), holds=holds)
 
 
 def build_scheduler(
