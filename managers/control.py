@@ -6,11 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from .cache_control import CacheControl
 from .config import SchedulerConfig
 from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
+    CacheReportReq,
     ControlReply,
+    ExplainCacheReq,
     FinishReason,
     FlushCacheReq,
     GenerateReq,
@@ -49,12 +52,15 @@ class Control:
         self._config = config
         self._num_received = 0
         self._checked = False  # memory was checked since the last request ended
+        cache = CacheControl(scheduler.memory.cache, reply, config.weight_version)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._generate,
             AbortReq: self._abort,
             ReleaseHoldReq: self._release_hold,
             FlushCacheReq: self._flush_cache,
             InternalStateReq: self._internal_state,
+            CacheReportReq: cache.report,
+            ExplainCacheReq: cache.explain,
             ShutdownReq: self._shutdown,
         }
 

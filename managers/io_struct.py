@@ -85,6 +85,22 @@ class InternalStateReq(Message):
     call_id: int
 
 
+class CacheReportReq(Message):
+    """Ask what the prefix cache holds: sizes, counters and its k hottest prefixes."""
+
+    call_id: int
+    k: int = 10
+
+
+class ExplainCacheReq(Message):
+    """Ask what of this prompt the prefix cache holds, and why not more."""
+
+    call_id: int
+    input_ids: bytes
+    extra_key: str = ""
+    cache_salt: str = ""
+
+
 class ShutdownReq(Message):
     """Leave the loop and exit with status 0."""
 
@@ -154,6 +170,8 @@ class TextOutput(OutputColumns):
     texts: list[str] = []
 
 
-ToScheduler = GenerateReq | ReleaseHoldReq | AbortReq | FlushCacheReq | InternalStateReq | ShutdownReq
+ToScheduler = (
+    GenerateReq | ReleaseHoldReq | AbortReq | FlushCacheReq | InternalStateReq | CacheReportReq | ExplainCacheReq | ShutdownReq
+)
 ToDetokenizer = TokenOutput | ShutdownReq
 ToTokenizer = TextOutput | ControlReply | Heartbeat

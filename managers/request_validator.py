@@ -115,6 +115,22 @@ class RequestValidator:
                 )
         return messages
 
+    def prompt(self, request: GenerateInput) -> GenerateReq:
+        """The one prompt of a request whose output nobody wants, checked like any other. Safe on any thread."""
+        nothing = {"n": 1, "min_new_tokens": 0, "max_new_tokens": 0, "sampling_seed": 0}
+        plan = self.plan(
+            GenerateInput(
+                text=request.text,
+                input_ids=request.input_ids,
+                extra_key=request.extra_key,
+                cache_salt=request.cache_salt,
+                sampling_params=nothing,
+            )
+        )
+        if not plan.is_single_prompt:
+            raise RequestError("Give one prompt, not a batch.", param="input_ids" if plan.texts is None else "text")
+        return self.prepare(plan)[0]
+
     def _params(self, given: dict[str, Any]) -> SamplingParams:
         # A null means "as if absent", except for max_new_tokens, where it means "no limit".
         own = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}

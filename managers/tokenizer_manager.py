@@ -8,14 +8,15 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from .cache_control import explanation_of, with_texts
 from .config import SchedulerInfo, TokenizerManagerConfig
 from .control_calls import ControlCalls
 from .errors import EngineDeadError, RequestError
@@ -24,7 +25,9 @@ from .generation import GenerateInput, Generation, Output
 from .health import Health, HealthMonitor
 from .io_struct import (
     AbortReq,
+    CacheReportReq,
     ControlReply,
+    ExplainCacheReq,
     FinishReason,
     FlushCacheReq,
     GenerateReq,
@@ -41,6 +44,8 @@ from .request_validator import RequestPlan, RequestValidator, TextEncoder
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_TOKENIZE_THREADS = 4
 FLUSH_RETRY = 0.05  # seconds between two tries of flush_cache
@@ -201,6 +206,29 @@ class TokenizerManager:
         """The scheduler's state. Waits while a forward pass keeps the scheduler busy."""
         self._check_alive()
         return (await self._calls.call(lambda call_id: InternalStateReq(call_id=call_id))).state
+
+    async def radix_cache(self, k: int = 10) -> dict[str, Any]:
+        """What the prefix cache holds: sizes in tokens, counters, and its k hottest prefixes with the text of their ends."""
+        self._check_alive()
+        reply = await self._calls.call(lambda call_id: CacheReportReq(call_id=call_id, k=k))
+        return await self._in_pool(with_texts, reply.state, self.tokenizer)
+
+    async def explain_cache(self, request: GenerateInput) -> dict[str, Any]:
+        """How much of one prompt would hit the prefix cache, and where it departs from the nearest cached prefix.
+
+        Of the request only prompt, extra_key and cache_salt count. Raises RequestError as ``start`` does.
+        """
+        self._check_alive()
+        message = await self._in_pool(self._validator.prompt, request)
+        reply = await self._calls.call(
+            lambda call_id: ExplainCacheReq(
+                call_id=call_id, input_ids=message.input_ids, extra_key=message.extra_key, cache_salt=message.cache_salt
+            )
+        )
+        return await self._in_pool(explanation_of, reply.state, self.tokenizer)
+
+    def _in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def health(self) -> Health:
         """From heartbeats; costs no request."""

@@ -46,7 +46,7 @@ def _names(body: ChatBody) -> dict[str, str]:
 
 async def _start(state: ServerState, body: ChatBody) -> Generation:
     tm = state.serving()
-    ids = await asyncio.to_thread(_prompt_ids, state.chat_template, tm.tokenizer, body)
+    ids = await asyncio.to_thread(prompt_ids, state.chat_template, tm.tokenizer, body)
     query = GenerateInput(
         input_ids=ids,
         sampling_params=body.sampling_params(),
@@ -59,7 +59,7 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
     return await start(tm, query, _names(body))
 
 
-def _prompt_ids(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBody) -> list[int]:
+def prompt_ids(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBody) -> list[int]:
     """The conversation through the template. A template writes BOS itself, so encoding adds none."""
     if template is None:
         raise RequestError("The model has no chat template; give one with --chat-template.", param="messages")

@@ -154,6 +154,14 @@ class FakeManager:
     async def internal_state(self) -> dict[str, Any]:
         return {"num_running": 0}
 
+    async def radix_cache(self, k: int = 10) -> dict[str, Any]:
+        return {"size_tokens": 0, "hottest": [], "k": k}
+
+    async def explain_cache(self, request: GenerateInput) -> dict[str, Any]:
+        message = self.validator.prompt(request)
+        self.seen.append(message)
+        return {"num_tokens": len(message.input_ids) // 4, "would_hit": 0, "nearest": None}
+
     def health(self) -> Health:
         return Health(heartbeat_age=0, forward_age=0, num_running=0, num_waiting=0, **self.health_now)
 

@@ -13,7 +13,16 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 def test_document(served: Any) -> None:
     document = served.client.get("/openapi.json").json()
     assert "422" not in str(document["paths"])
-    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/flush_cache", "/abort_request", "/health"):
+    for path in (
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/flush_cache",
+        "/abort_request",
+        "/health",
+        "/radix_cache",
+        "/radix_cache/explain",
+    ):
         assert path in document["paths"]
     assert document == served.client.get("/openapi.json").json()
 
