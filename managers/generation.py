@@ -12,6 +12,7 @@ import msgspec
 
 from .errors import RequestError
 from .io_struct import FinishReason, unpack_ids
+from .sessions import SessionParams
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
 UNSUPPORTED = (
@@ -29,8 +30,6 @@ UNSUPPORTED = (
     "return_hidden_states",
     "return_routed_experts",
     "return_sampling_mask",
-    "session_params",
-    "session_id",
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
@@ -57,6 +56,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     cache_salt: str | list[str] | None = None
     priority: int | None = None
     return_prompt_token_ids: bool = False
+    session_params: SessionParams | None = None
+    session_id: str | None = None  # names a conversation towards routers; not together with session_params
 
     @classmethod
     def parse(cls, values: Mapping[str, Any]) -> GenerateInput:

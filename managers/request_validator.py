@@ -20,6 +20,7 @@ from .errors import RequestError, StartError
 from .generation import GenerateInput
 from .io_struct import GenerateReq, pack_ids
 from .sampling_params import SEED_RANGE, SamplingParams
+from .sessions import SessionParams, Turn
 
 T = TypeVar("T")
 
@@ -45,7 +46,10 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     rids: list[str]
     families: list[str]  # the client's rid that each rid was made from
     stream: bool
+    session: SessionParams | None
     priority: int | None
+
+    turn: Turn | None = None  # what the one prompt continues, found after the plan was made
 
     @property
     def num_prompts(self) -> int:
@@ -58,6 +62,7 @@ class RequestValidator:
     def __init__(self, config: TokenizerManagerConfig, info: SchedulerInfo, tokenizer: TextEncoder) -> None:
         self._info = info
         self._vocab_size = info.model.vocab_size
+        self._bos_token_id = info.model.bos_token_id
         self._tokenizer = tokenizer
         self._auto_truncate = config.allow_auto_truncate
         self._random = random.Random(config.random_seed)
@@ -89,6 +94,7 @@ class RequestValidator:
             rids=rids,
             families=families,
             stream=request.stream,
+            session=_session(request, single=single and n == 1),
             priority=request.priority,
         )
 
@@ -149,16 +155,24 @@ class RequestValidator:
             raise RequestError(
                 f"input_ids must be in [0, {self._vocab_size - 1}], got {ids[wrong[0]]} at position {wrong[0]}.", param=field
             )
+        if plan.turn is not None:
+            ids = self._continue(plan.turn, ids)
         limit, context_len = self._info.max_req_input_len, self._info.model.context_len
         if len(ids) <= limit:
             return ids
-        if self._auto_truncate:
+        if self._auto_truncate and plan.turn is None:
             return ids[:limit]
         if len(ids) >= context_len:
             raise RequestError(
                 f"The input ({len(ids)} tokens) is longer than the model's context length ({context_len} tokens).", param=field
             )
         raise RequestError(f"The input ({len(ids)} tokens) is longer than the KV cache can serve ({limit} tokens).", param=field)
+
+    def _continue(self, turn: Turn, ids: np.ndarray) -> np.ndarray:
+        """The whole prompt of a session's turn; a BOS amid a conversation would be none of its author's."""
+        if turn.history_len and ids[0] == self._bos_token_id:
+            ids = ids[1:]
+        return np.concatenate([turn.history(), ids])
 
     def _limit(self, params: SamplingParams, prompt_len: int, *, explicit: bool) -> SamplingParams:
         """max_new_tokens cut to the room that is left; an explicit value beyond the model's context is refused."""
@@ -185,6 +199,16 @@ class RequestValidator:
             return given
         digest = hashlib.blake2b(f"{given}/{sample}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % SEED_RANGE
+
+
+def _session(request: GenerateInput, *, single: bool) -> SessionParams | None:
+    if request.session_params is None:
+        return None
+    if request.session_id:
+        raise RequestError("session_id and session_params cannot be used together.", param="session_params")
+    if not single:
+        raise RequestError("session_params: a turn of a session is one prompt with n = 1.", param="session_params")
+    return request.session_params
 
 
 def _check_unicode(**fields: list[str]) -> None:

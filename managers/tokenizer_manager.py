@@ -41,6 +41,8 @@ from .io_struct import (
 from .ipc import AsyncReceiver, Sender
 from .request_table import Choice, RequestTable
 from .request_validator import RequestPlan, RequestValidator, TextEncoder
+from .session_service import SessionService
+from .sessions import OpenSession
 from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,7 @@ class TokenizerManager:
         self.tokenizer: Any = Tokenizer.load(config.tokenizer_path) if tokenizer is None else tokenizer
         self._validator = RequestValidator(config, info, self.tokenizer)
         self._table = RequestTable()
+        self._sessions = SessionService(config, abort=self._abort_rids, send=self._send)
         self._monitor = HealthMonitor()
         self._calls = ControlCalls(self._send)
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
@@ -123,9 +126,12 @@ class TokenizerManager:
         )
         self._table.add(plan, generation)
         try:
+            self._sessions.begin(plan)
             messages = await asyncio.get_running_loop().run_in_executor(self._pool, self._validator.prepare, plan)
             self._check_open()
+            self._sessions.commit(plan, messages)
         except BaseException:
+            self._sessions.cancel(plan)
             for rid in plan.rids:
                 self._table.remove(rid)
             raise
@@ -189,6 +195,18 @@ class TokenizerManager:
                 choice.aborted = True
                 if choice.sent:
                     self._send(AbortReq(rid=rid))
+
+    # --- sessions -----------------------------------------------------------------------------------------------------------------
+
+    async def open_session(self, request: OpenSession) -> str:
+        """The id of a new session. Raises RequestError: the id exists, or (503) there are too many."""
+        self._check_open()
+        return self._sessions.open(request)
+
+    async def close_session(self, session_id: str) -> None:
+        """Forget a session, after the turns that are under way. Raises RequestError for an unknown id."""
+        self._check_alive()
+        self._sessions.close(session_id)
 
     # --- control ------------------------------------------------------------------------------------------------------------------
 
@@ -277,6 +295,7 @@ class TokenizerManager:
         if self._error is None:
             self._error = EngineDeadError("the engine was shut down")
         self._fail_waiters()
+        self._sessions.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._link is None or self._receiving is None:
             return
@@ -346,6 +365,7 @@ class TokenizerManager:
             self._deliver(rid, choice, output)
 
     def _deliver(self, rid: str, choice: Choice, output: Output) -> None:
+        self._sessions.take(rid, output.token_ids, output.finish_reason)
         if output.finish_reason is not None:
             self._table.remove(rid)
         choice.generation.push(output)

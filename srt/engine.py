@@ -13,10 +13,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from ..managers.chat_template import ChatTemplate
-from ..managers.errors import RequestError
 from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
+from ..managers.sessions import OpenSession
 from ..managers.tokenizer_manager import TokenizerManager
 from . import info
 from .launcher import launch
@@ -96,7 +95,7 @@ class Engine:
         A dict for a single prompt with n == 1, else a list, prompt-major. With stream=True an iterator of chunks, already validated
         and started; closing or dropping it aborts the request, as Ctrl-C does.
 
-        named: stream, rid, priority, extra_key, cache_salt, incremental, return_prompt_token_ids. The other arguments of SGLang's
+        named: stream, rid, session_params, priority, extra_key, cache_salt, incremental, return_prompt_token_ids. The other arguments of SGLang's
         generate exist, in its order, and must be unset.
         """
         request = _request(prompt, sampling_params, input_ids, more, named)
@@ -123,35 +122,25 @@ class Engine:
 
         return self._thread.call(abort())
 
+    # --- sessions -----------------------------------------------------------------------------------------------------------------
+
+    def open_session(
+        self, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False, timeout: float | None = None
+    ) -> str:
+        """Open a session and return its id. ``generate`` with ``session_params={"id": ..., "rid": ...}`` then takes only what is new
+        of a conversation: the tokens of the turn ``rid`` come before it."""
+        values = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "streaming": streaming, "timeout": timeout}
+        return self._thread.call(self.tokenizer_manager.open_session(OpenSession.parse(values)))
+
+    def close_session(self, session_id: str) -> None:
+        """Forget a session, after the turns that are under way."""
+        self._thread.call(self.tokenizer_manager.close_session(session_id))
+
     # --- control ------------------------------------------------------------------------------------------------------------------
 
     def flush_cache(self, timeout: float = 0.0) -> ControlReply:
         """Empty the prefix cache, waiting up to ``timeout`` seconds for idleness; ``success`` and ``message`` say how it went."""
         return self._thread.call(self.tokenizer_manager.flush_cache(timeout))
-
-    def radix_cache(self, k: int = 10) -> dict[str, Any]:
-        """As GET /radix_cache: what the prefix cache holds, and its k hottest prefixes."""
-        return self._thread.call(self.tokenizer_manager.radix_cache(k))
-
-    def explain_cache(
-        self,
-        prompt: str | None = None,
-        *,
-        input_ids: Sequence[int] | None = None,
-        messages: list[dict[str, Any]] | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-    ) -> dict[str, Any]:
-        """As POST /radix_cache/explain: how much of one prompt would hit, and why not more. Exactly one of prompt, input_ids and
-        messages (a conversation, which goes through the chat template)."""
-        tm = self.tokenizer_manager
-        if messages is not None and prompt is None and input_ids is None:
-            text = ChatTemplate.of(tm.tokenizer, tm.config.chat_template).render(messages)
-            input_ids = tm.tokenizer.encode(text, add_special_tokens=False)
-        elif messages is not None:
-            raise RequestError("Give one of prompt, input_ids and messages.", param="messages")
-        values = {"text": prompt, "input_ids": input_ids, "extra_key": extra_key, "cache_salt": cache_salt}
-        return self._thread.call(tm.explain_cache(GenerateInput.parse(values)))
 
     def get_server_info(self) -> dict[str, Any]:
         """As /server_info: options, what was derived, and the scheduler's state."""

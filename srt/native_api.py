@@ -46,6 +46,18 @@ _GENERATE_BODY = {
         "cache_salt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "priority": {"type": "integer"},
         "return_prompt_token_ids": {"type": "boolean", "default": False},
+        "session_id": {"type": "string"},
+        "session_params": {
+            "type": "object",
+            "required": ["id"],
+            "properties": {
+                "id": {"type": "string"},
+                "rid": {"type": "string"},
+                "offset": {"type": "integer"},
+                "replace": {"type": "boolean", "default": False},
+                "drop_previous_output": {"type": "boolean", "default": False},
+            },
+        },
     },
 }
 
@@ -164,7 +176,7 @@ async def flush_cache(request: Request, timeout: float = 0.0) -> Response:
     if reply is None:
         return gone()
     if reply.success:
-        return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse(f"{reply.message or 'Cache flushed.'}\n")
     return PlainTextResponse(reply.message or "Flush cache failed.\n", status_code=400)
 
 

@@ -99,6 +99,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     radix_eviction_policy: Annotated[Literal["lru"], Meta(description="Which cached prefix goes first when memory is short")] = (
         "lru"
     )
+    max_sessions: Annotated[Positive, Meta(description="Sessions (/open_session) that may be open at the same time")] = 1024
+    session_hold_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="Share of the KV cache that streaming sessions may keep between their turns")
+    ] = 0.5
     disable_overlap_schedule: Annotated[
         bool | None, Meta(description="Do not schedule the next step while the device works; unset: decided by device")
     ] = None
@@ -189,6 +193,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             schedule_policy=self.schedule_policy,
             schedule_conservativeness=self.schedule_conservativeness,
             disable_radix_cache=self.disable_radix_cache,
+            session_hold_fraction=self.session_hold_fraction,
             radix_eviction_policy=self.radix_eviction_policy,
             disable_overlap_schedule=self.disable_overlap_schedule,
             weight_version=self.weight_version,
@@ -221,6 +226,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             allow_auto_truncate=self.allow_auto_truncate,
             preferred_sampling_params=json.dumps(preferred),
             log_requests=self.log_requests,
+            max_sessions=self.max_sessions,
+            streaming_sessions=not self.disable_radix_cache,
             random_seed=self.random_seed,
         )
 

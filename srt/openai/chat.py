@@ -12,6 +12,7 @@ from starlette.responses import Response
 from ...managers.chat_template import RESERVED_KWARGS, ChatTemplate
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
+from ...managers.sessions import SessionParams
 from ...managers.tokenizer import Tokenizer
 from ..http_io import JSONReply, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import ServerState, state_of
@@ -55,6 +56,8 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        session_id=body.session_id,
+        session_params=SessionParams.parse_optional(body.session_params),
     )
     return await start(tm, query, _names(body))
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
+from ...managers.sessions import SessionParams
 from ...managers.tokenizer_manager import TokenizerManager
 from ..http_io import JSONReply, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of
@@ -52,6 +53,8 @@ def _query(body: CompletionBody) -> GenerateInput:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        session_id=body.session_id,
+        session_params=SessionParams.parse_optional(body.session_params),
     )
 
 

@@ -94,8 +94,6 @@ class GenerateBody(Body):
         "structural_tag": ("",),
         "stop_regex": ("",),
         "lora_path": (),
-        "session_id": (),
-        "session_params": (),
         "custom_params": (),
         "custom_logit_processor": (),
         "bootstrap_host": (),
@@ -138,6 +136,8 @@ class GenerateBody(Body):
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     priority: int | None = None
+    session_id: str | None = None
+    session_params: dict[str, Any] | None = None
     return_token_ids: bool = False
 
     def token_limit(self) -> int | None:

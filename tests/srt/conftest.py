@@ -17,6 +17,7 @@ from banyan.managers.health import Health
 from banyan.managers.io_struct import ControlReply, FinishReason
 from banyan.managers.ipc import IpcNames
 from banyan.managers.request_validator import RequestValidator
+from banyan.managers.sessions import OpenSession, SessionController
 from banyan.srt.http_server import bind, create_app, make_server
 from banyan.srt.server_args import ServerArgs
 from banyan.srt.server_state import ServerState
@@ -78,6 +79,7 @@ class FakeManager:
         self.seen: list[Any] = []  # GenerateReq messages
         self.aborted: list[str] = []
         self.live: dict[str, Generation] = {}
+        self.sessions = SessionController(8)
         self.flush_reply = ControlReply(call_id=0)
         self.flush_timeouts: list[float] = []
         self.health_now: dict[str, Any] = {"alive": True, "ready": True, "reason": ""}
@@ -150,6 +152,14 @@ class FakeManager:
     async def flush_cache(self, timeout: float = 0.0) -> ControlReply:
         self.flush_timeouts.append(timeout)
         return self.flush_reply
+
+    async def open_session(self, request: OpenSession) -> str:
+        session_id = request.session_id or f"session {len(self.sessions)}"
+        self.sessions.open(session_id, request, now=0)
+        return session_id
+
+    async def close_session(self, session_id: str) -> None:
+        self.sessions.close(session_id)
 
     async def internal_state(self) -> dict[str, Any]:
         return {"num_running": 0}
