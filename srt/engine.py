@@ -13,6 +13,8 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from ..managers.chat_template import ChatTemplate
+from ..managers.errors import RequestError
 from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
 from ..managers.sessions import OpenSession
@@ -141,6 +143,30 @@ class Engine:
     def flush_cache(self, timeout: float = 0.0) -> ControlReply:
         """Empty the prefix cache, waiting up to ``timeout`` seconds for idleness; ``success`` and ``message`` say how it went."""
         return self._thread.call(self.tokenizer_manager.flush_cache(timeout))
+
+    def radix_cache(self, k: int = 10) -> dict[str, Any]:
+        """As GET /radix_cache: what the prefix cache holds, and its k hottest prefixes."""
+        return self._thread.call(self.tokenizer_manager.radix_cache(k))
+
+    def explain_cache(
+        self,
+        prompt: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        messages: list[dict[str, Any]] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any]:
+        """As POST /radix_cache/explain: how much of one prompt would hit, and why not more. Exactly one of prompt, input_ids and
+        messages (a conversation, which goes through the chat template)."""
+        tm = self.tokenizer_manager
+        if messages is not None and prompt is None and input_ids is None:
+            text = ChatTemplate.of(tm.tokenizer, tm.config.chat_template).render(messages)
+            input_ids = tm.tokenizer.encode(text, add_special_tokens=False)
+        elif messages is not None:
+            raise RequestError("Give one of prompt, input_ids and messages.", param="messages")
+        values = {"text": prompt, "input_ids": input_ids, "extra_key": extra_key, "cache_salt": cache_salt}
+        return self._thread.call(tm.explain_cache(GenerateInput.parse(values)))
 
     def get_server_info(self) -> dict[str, Any]:
         """As /server_info: options, what was derived, and the scheduler's state."""
