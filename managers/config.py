@@ -30,6 +30,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     priority_scheduling_preemption_threshold: int = 10
     disable_priority_preemption: bool = False
     max_wait_steps: int = 4096
+    max_queued_requests: int | None = None
+    request_queue_timeout: float | None = None  # seconds
+    request_running_timeout: float | None = None  # seconds
     disable_radix_cache: bool = False
     radix_eviction_policy: str = "lru"
     session_hold_fraction: float = 0.5  # share of the pool that streaming sessions may keep between their turns
@@ -48,6 +51,9 @@ class SchedulerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_req_input_len: int  # longest prompt that is served
     max_req_len: int  # longest prompt + output
     max_running_requests: int
+    max_queued_requests: int | None = None
+    priority_scheduling: bool = False
+    default_priority_value: int | None = None
     page_size: int
     chunked_prefill_size: int | None
     overlap: bool
@@ -73,6 +79,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = "default"
     incremental_streaming_output: bool = False
     allow_auto_truncate: bool = False
+    abort_on_priority_when_disabled: bool = False
     preferred_sampling_params: str = "{}"
     log_requests: bool = False
     random_seed: int | None = None  # seeds requests that bring no seed of their own

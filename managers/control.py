@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,17 +13,21 @@ from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
     CacheReportReq,
+    ContinueReq,
     ControlReply,
     ExplainCacheReq,
     FinishReason,
     FlushCacheReq,
     GenerateReq,
     InternalStateReq,
+    PauseReq,
     ReleaseHoldReq,
     ShutdownReq,
+    Tick,
     ToScheduler,
 )
 from .ipc import Receiver
+from .quiesce import Quiesce
 from .req import Req
 from .scheduler import Scheduler
 from .tokenizer import Tokenizer
@@ -30,6 +35,7 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT = 1.0  # seconds of sleep at a time when there is nothing to do
+TICK_INTERVAL = 0.05  # seconds between two ticks, unless something is due
 ABORTED = FinishReason(kind="abort", message="Abort by client request.")
 
 
@@ -43,13 +49,20 @@ class Control:
         reply: Callable[[ControlReply], None],
         tokenizer: Tokenizer,
         config: SchedulerConfig,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """The scheduler's time starts at 0 now; ``clock`` gives seconds."""
         self.shutdown = False
         self._scheduler = scheduler
         self._receiver = receiver
         self._reply = reply
         self._tokenizer = tokenizer
         self._config = config
+        self._clock = clock
+        self._begin = clock()
+        self._ticked = float("-inf")  # the time of the newest tick
+        self._quiesce = Quiesce(scheduler, reply)
         self._num_received = 0
         self._checked = False  # memory was checked since the last request ended
         cache = CacheControl(scheduler.memory.cache, reply, config.weight_version)
@@ -57,20 +70,46 @@ class Control:
             GenerateReq: self._generate,
             AbortReq: self._abort,
             ReleaseHoldReq: self._release_hold,
-            FlushCacheReq: self._flush_cache,
+            FlushCacheReq: self._quiesce.flush,
+            PauseReq: self._quiesce.pause,
+            ContinueReq: self._quiesce.resume,
             InternalStateReq: self._internal_state,
             CacheReportReq: cache.report,
             ExplainCacheReq: cache.explain,
             ShutdownReq: self._shutdown,
+            Tick: self._tick,
         }
 
-    def receive(self, idle: bool) -> None:
-        """Take in what has arrived; when idle, first check the books and sleep until something arrives."""
-        if idle:
-            self._on_idle()
-            self._receiver.wait(IDLE_WAIT)
-        for message in self._receiver.receive_all():
+    def receive(self, in_flight: bool) -> None:
+        """Take in what has arrived. With nothing to do, first check the books and sleep until something arrives or is due."""
+        self._quiesce.serve(in_flight=in_flight)
+        if not in_flight and self._scheduler.is_resting():
+            self._rest()
+        for message in self._messages():
             self._handlers[type(message)](message)
+        self._quiesce.serve(in_flight=in_flight)
+
+    def _rest(self) -> None:
+        if self._scheduler.is_idle():
+            self._on_idle()
+        self._receiver.wait(max(min(IDLE_WAIT, self._next_due() - self._now()), 0.0))
+
+    def _messages(self) -> list[ToScheduler]:
+        """What has arrived, after a tick if one is due."""
+        now = self._now()
+        if now < self._ticked + TICK_INTERVAL and now < self._next_due():
+            return self._receiver.receive_all()
+        self._ticked = now
+        return [Tick(now=now), *self._receiver.receive_all()]
+
+    def _now(self) -> float:
+        return self._clock() - self._begin
+
+    def _next_due(self) -> float:
+        return min(self._scheduler.gate.timers.next_due(), self._quiesce.next_due())
+
+    def _tick(self, message: Tick) -> None:
+        self._scheduler.tick(message.now)
 
     def _on_idle(self) -> None:
         if self._checked:
@@ -106,18 +145,6 @@ class Control:
         for rid in rids:
             self._scheduler.abort(rid, ABORTED)
 
-    def _flush_cache(self, message: FlushCacheReq) -> None:
-        scheduler = self._scheduler
-        if not scheduler.is_idle():
-            loads = scheduler.loads()
-            text = f"Flush cache failed: {loads.num_running} requests run and {loads.num_waiting} wait."
-            self._reply(ControlReply(call_id=message.call_id, success=False, message=text))
-            return
-        num_held = scheduler.memory.holds.clear()
-        scheduler.memory.cache.reset()
-        text = f"Cache flushed; {num_held} sessions lost what they held." if num_held else "Cache flushed."
-        self._reply(ControlReply(call_id=message.call_id, message=text))
-
     def _release_hold(self, message: ReleaseHoldReq) -> None:
         self._scheduler.memory.holds.release(message.session)
 
@@ -146,5 +173,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
         "num_decode_tokens": stats.num_decode_tokens,
         "num_retracted": stats.num_retracted,
         "num_aborted": stats.num_aborted,
+        "num_refused": stats.num_refused,
+        "paused": scheduler.gate.paused,
         "memory_balanced": not breaches(scheduler.memory),
     }

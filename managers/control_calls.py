@@ -7,18 +7,18 @@ import itertools
 from collections.abc import Callable
 
 from .errors import EngineDeadError
-from .io_struct import ControlReply, FlushCacheReq, InternalStateReq
+from .io_struct import ControlReply, Message
 
 
 class ControlCalls:
     """Any number of calls may be under way at once."""
 
-    def __init__(self, send: Callable[[FlushCacheReq | InternalStateReq], None]) -> None:
+    def __init__(self, send: Callable[[Message], None]) -> None:
         self._send = send
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[ControlReply]] = {}
 
-    async def call(self, make: Callable[[int], FlushCacheReq | InternalStateReq]) -> ControlReply:
+    async def call(self, make: Callable[[int], Message]) -> ControlReply:
         """Send what ``make`` makes of a fresh call_id and wait for its reply; EngineDeadError if the scheduler dies meanwhile."""
         call_id = next(self._ids)
         reply: asyncio.Future[ControlReply] = asyncio.get_running_loop().create_future()

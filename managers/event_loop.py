@@ -11,7 +11,10 @@ from .scheduler import Scheduler
 
 
 class EventLoop(Protocol):
-    """receive(idle=...) takes messages in (and may sleep when idle) before each turn."""
+    """receive(in_flight) takes messages in before each turn, and may sleep when there is nothing to do.
+
+    in_flight: a step is launched and not absorbed.
+    """
 
     def turn(self) -> None:
         """One turn."""
@@ -26,7 +29,7 @@ class NormalLoop:
 
     def turn(self) -> None:
         scheduler = self._scheduler
-        self._receive(scheduler.is_idle())
+        self._receive(False)
         batch = scheduler.next_batch(in_flight=False)
         if batch:
             scheduler.absorb(batch, scheduler.launch(batch))
@@ -42,7 +45,7 @@ class OverlapLoop:
 
     def turn(self) -> None:
         scheduler, pending = self._scheduler, self._pending
-        self._receive(scheduler.is_idle() and pending is None)
+        self._receive(pending is not None)
         batch = scheduler.next_batch(in_flight=pending is not None)
         self._pending = (batch, scheduler.launch(batch)) if batch else None
         if pending:

@@ -58,6 +58,7 @@ class GenerateReq(Message):
     priority: int | None = None
     routing_key: str = ""
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
+    timeout: float | None = None  # seconds from its arrival at the scheduler
 
 
 class ReleaseHoldReq(Message):
@@ -74,7 +75,25 @@ class AbortReq(Message):
 
 
 class FlushCacheReq(Message):
-    """Empty the prefix cache if nothing runs or waits."""
+    """Empty the prefix cache as soon as nothing runs or waits; answered then, or with a failure after ``timeout`` seconds."""
+
+    call_id: int
+    timeout: float = 0.0
+
+
+class PauseReq(Message):
+    """Begin no further step; answered when none is under way.
+
+    mode says what becomes of the requests: "abort" ends them, "retract" sends those that run back to the queue, "in_place" leaves
+    them with their KV.
+    """
+
+    call_id: int
+    mode: str
+
+
+class ContinueReq(Message):
+    """End a pause."""
 
     call_id: int
 
@@ -103,6 +122,12 @@ class ExplainCacheReq(Message):
 
 class ShutdownReq(Message):
     """Leave the loop and exit with status 0."""
+
+
+class Tick(Message):
+    """The time, in seconds since the scheduler process started. Rank 0 puts it in front of the messages that it takes in."""
+
+    now: float
 
 
 # --- scheduler -> tokenizer manager -----------------------------------------------------------------------------------------------
@@ -171,7 +196,17 @@ class TextOutput(OutputColumns):
 
 
 ToScheduler = (
-    GenerateReq | ReleaseHoldReq | AbortReq | FlushCacheReq | InternalStateReq | CacheReportReq | ExplainCacheReq | ShutdownReq
+    GenerateReq
+    | ReleaseHoldReq
+    | AbortReq
+    | FlushCacheReq
+    | PauseReq
+    | ContinueReq
+    | InternalStateReq
+    | CacheReportReq
+    | ExplainCacheReq
+    | ShutdownReq
+    | Tick
 )
 ToDetokenizer = TokenOutput | ShutdownReq
 ToTokenizer = TextOutput | ControlReply | Heartbeat

@@ -32,6 +32,7 @@ class Req:
     seed: int
     priority: int | None = None
     routing_key: str = ""
+    timeout: float | None = None  # seconds from its arrival
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     hold: CacheHold | None = None
@@ -57,6 +58,7 @@ class Req:
             priority=message.priority,
             routing_key=message.routing_key,
             session_hold=message.session_hold,
+            timeout=message.timeout,
         )
 
     @property

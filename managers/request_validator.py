@@ -7,6 +7,7 @@ on a worker thread.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import uuid
 from collections.abc import Sequence
@@ -24,12 +25,22 @@ from .sessions import SessionParams, Turn
 
 T = TypeVar("T")
 
+MAX_PRIORITY = 1 << 31
+
 
 class TextEncoder(Protocol):
     """What the validator needs of a tokenizer."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Called from several threads."""
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True):
+    """How a request wants to be scheduled; the same for all its prompts."""
+
+    priority: int | None
+    routing_key: str
+    timeout: float | None
 
 
 class RequestPlan(msgspec.Struct, kw_only=True):
@@ -47,7 +58,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     families: list[str]  # the client's rid that each rid was made from
     stream: bool
     session: SessionParams | None
-    priority: int | None
+    service: Service
 
     turn: Turn | None = None  # what the one prompt continues, found after the plan was made
 
@@ -65,6 +76,7 @@ class RequestValidator:
         self._bos_token_id = info.model.bos_token_id
         self._tokenizer = tokenizer
         self._auto_truncate = config.allow_auto_truncate
+        self._refuses_priority = config.abort_on_priority_when_disabled and not info.priority_scheduling
         self._random = random.Random(config.random_seed)
         self._preferred = _preferred(config, self._vocab_size)
 
@@ -95,7 +107,7 @@ class RequestValidator:
             families=families,
             stream=request.stream,
             session=_session(request, single=single and n == 1),
-            priority=request.priority,
+            service=self._service(request),
         )
 
     def prepare(self, plan: RequestPlan) -> list[GenerateReq]:
@@ -116,10 +128,29 @@ class RequestValidator:
                         stream=plan.stream,
                         extra_key=plan.extra_keys[index],
                         cache_salt=plan.cache_salts[index],
-                        priority=plan.priority,
+                        priority=plan.service.priority,
+                        routing_key=plan.service.routing_key,
+                        timeout=plan.service.timeout,
                     )
                 )
         return messages
+
+    def _service(self, request: GenerateInput) -> Service:
+        priority, timeout = request.priority, request.timeout
+        if priority is not None and self._refuses_priority:
+            raise RequestError(
+                "Using priority is disabled for this server. Please send a new request without a priority.",
+                param="priority",
+                status_code=503,
+                err_type="ServiceUnavailableError",
+            )
+        if priority is not None and abs(priority) > MAX_PRIORITY:
+            raise RequestError(f"priority must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}], got {priority}.", param="priority")
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise RequestError(f"timeout must be a positive number of seconds, got {timeout}.", param="timeout")
+        routing_key = request.routing_key or ""
+        _check_unicode(routing_key=[routing_key])
+        return Service(priority=priority, routing_key=routing_key, timeout=timeout)
 
     def prompt(self, request: GenerateInput) -> GenerateReq:
         """The one prompt of a request whose output nobody wants, checked like any other. Safe on any thread."""

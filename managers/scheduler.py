@@ -16,6 +16,7 @@ from .io_struct import FinishReason
 from .output_stream import OutputStream
 from .prefill_planner import Memory, PrefillLimits, PrefillPlan, PrefillPlanner
 from .req import Req
+from .request_gate import DISPLACED, QUEUE_FULL, RequestGate
 from .result_processor import ResultProcessor
 from .retraction import NewTokenRatio, retraction_order
 from .schedule_batch import ScheduleBatch, build_decode, build_extend, mix
@@ -42,6 +43,7 @@ class Scheduler:
         outputs: OutputStream,
         stats: SchedulerStats,
         faults: Faults,
+        gate: RequestGate | None = None,
     ) -> None:
         self.memory = memory
         self.runner = runner
@@ -50,6 +52,7 @@ class Scheduler:
         self.stats = stats
         self.stats.loads = self.loads
         self.faults = faults
+        self.gate = gate or RequestGate()
         self.waiting = WaitingQueue(policy, memory.cache)
         self.planner = PrefillPlanner(memory, self.waiting, limits, ratio)
         self.running: np.ndarray = NO_ROWS  # rows that decode, in the order of admission
@@ -62,6 +65,8 @@ class Scheduler:
 
     def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
         """The next step, or None. in_flight: a launched step is not absorbed yet, so short memory may be about to ease."""
+        if self.gate.paused:
+            return None
         if self.decode_debt and len(self.running):
             self.decode_debt -= 1
             return self._next_decode(in_flight=in_flight)
@@ -101,14 +106,30 @@ class Scheduler:
     # --- requests come and go
 
     def add(self, req: Req) -> None:
-        """Queue a request."""
+        """Queue a request. If too many are alive, it is refused, or one that waits with a lower priority gives way to it."""
+        if self.gate.is_full(len(self.live)) and not self._displace(req):
+            self.outputs.emit_waiting(req, QUEUE_FULL)
+            self.stats.num_refused += 1
+            return
         self.live[req.rid] = req
+        self.gate.timers.arrived(req)
         self.waiting.add(req)
+
+    def _displace(self, req: Req) -> bool:
+        policy = self.waiting.policy
+        if not policy.by_priority or not len(self.waiting):
+            return False
+        worst = self.waiting.worst()
+        return policy.rank_of(worst.priority) < policy.rank_of(req.priority) and self.abort(worst.rid, DISPLACED)
 
     def drop(self, req: Req, reason: FinishReason) -> None:
         """End a request that neither waits nor has a row."""
         self.outputs.emit_waiting(req, reason)
+        self._forget(req)
+
+    def _forget(self, req: Req) -> None:
         del self.live[req.rid]
+        self.gate.timers.ended(req)
 
     def abort(self, rid: str, reason: FinishReason) -> bool:
         """End a request now, in whatever phase it is; says whether it was alive."""
@@ -127,8 +148,19 @@ class Scheduler:
 
     def finish(self, req: Req, *, share: bool = True) -> None:
         """Give a seated request's confirmed KV to the cache (unless it may be broken) and its row back; its session may keep it."""
-        del self.live[req.rid]
+        self._forget(req)
         self._vacate(req, share=share, session=req.session_hold)
+
+    def tick(self, now: float) -> None:
+        """It is ``now``: end the requests whose time is over."""
+        self.gate.timers.now = now
+        while (due := self.gate.timers.pop_due()) is not None:
+            self.abort(*due)
+
+    def retract_all(self) -> None:
+        """Send every request that has a row back to the queue. Only when every launched step is absorbed."""
+        for req in self.memory.table.seated():
+            self._retract(req)
 
     def loads(self) -> Loads:
         """What runs, waits and is held now."""
@@ -143,6 +175,14 @@ class Scheduler:
     def is_idle(self) -> bool:
         """Nothing runs or waits. A launched step may still be under way."""
         return not self.live
+
+    def is_resting(self) -> bool:
+        """No step will be launched before another message comes."""
+        return not self.live or self.gate.paused
+
+    def is_drained(self) -> bool:
+        """Nothing holds KV, and nothing will before another message comes: idle, or paused with all requests in the queue."""
+        return not self.live or (self.gate.paused and len(self.live) == len(self.waiting))
 
     # --- prefill
 
@@ -214,6 +254,7 @@ class Scheduler:
         req.hold = hold
         if req.cached_tokens is None:
             req.cached_tokens = min(len(prefix_slots), req.num_prompt)
+        self.gate.timers.seated(req)
         self.planner.prefilling[row] = (req.key, req.token_ids)
         self.outputs.seat(req)
 

@@ -22,6 +22,7 @@ from ..model_executor.factory import create_runner
 from ..model_executor.step import Runner
 from .config import SchedulerConfig, SchedulerInfo
 from .control import Control
+from .deadlines import Timers
 from .event_loop import EventLoop, NormalLoop, OverlapLoop
 from .faults import Faults
 from .io_struct import Heartbeat, ToScheduler
@@ -29,6 +30,7 @@ from .ipc import Receiver, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
 from .prefill_planner import Memory, PrefillLimits
+from .request_gate import RequestGate, max_live_requests
 from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
 from .scheduler import Scheduler
@@ -84,6 +86,7 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
     chunk = _chunk_size(config, model.device, explain)
     overlap = config.runner.overlap
     explain["overlap"] = "on" if overlap else "off, as given"
+    _explain_service(config, explain, max_running)
     pool = ReqToTokenPool(max_running, max_len + page_size)
     runner.init_cache(total, pool.table)
     allocator = SlotAllocator(total, page_size)
@@ -100,6 +103,9 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
         max_req_input_len=max_prompt_len(model.context_len, total, page_size),
         max_req_len=max_len,
         max_running_requests=max_running,
+        max_queued_requests=config.max_queued_requests,
+        priority_scheduling=_by_priority(config),
+        default_priority_value=config.default_priority_value,
         page_size=page_size,
         chunked_prefill_size=chunk,
         overlap=overlap,
@@ -129,14 +135,47 @@ def build_scheduler(
         outputs=OutputStream(memory.table, send),
         stats=stats,
         faults=Faults.from_env(),
+        gate=RequestGate(
+            max_live=max_live_requests(info.max_running_requests, config.max_queued_requests),
+            timers=Timers(queue_timeout=config.request_queue_timeout, running_timeout=config.request_running_timeout),
+        ),
     )
 
 
+def _by_priority(config: SchedulerConfig) -> bool:
+    return config.enable_priority_scheduling or config.schedule_policy == "priority"
+
+
+def _policy_name(config: SchedulerConfig) -> str:
+    return "fcfs" if config.disable_radix_cache and config.schedule_policy in CACHE_AWARE else config.schedule_policy
+
+
+def _explain_service(config: SchedulerConfig, explain: dict[str, str], max_running: int) -> None:
+    """Say who is served when, and for how long."""
+    name, queued = _policy_name(config), config.max_queued_requests
+    why = "as given" if name == config.schedule_policy else f"{config.schedule_policy} needs the prefix cache, which is off"
+    explain["schedule_policy"] = f"{name}, {why}"
+    if not _by_priority(config):
+        explain["priority_scheduling"] = "off: priorities of requests are ignored"
+    elif config.disable_priority_preemption:
+        explain["priority_scheduling"] = "on, for the queue only"
+    else:
+        explain["priority_scheduling"] = (
+            f"on; displaces what is lower by more than {config.priority_scheduling_preemption_threshold}"
+        )
+    explain["max_queued_requests"] = (
+        "no limit" if queued is None else f"as given; a request is refused when {max_running + queued} are alive"
+    )
+    limits = {"in the queue": config.request_queue_timeout, "from the first start": config.request_running_timeout}
+    given = [f"{seconds:g} s {where}" for where, seconds in limits.items() if seconds is not None]
+    explain["request_timeouts"] = ", ".join(given) or "none"
+
+
 def _policy(config: SchedulerConfig) -> SchedulePolicy:
-    by_priority = config.enable_priority_scheduling or config.schedule_policy == "priority"
+    by_priority = _by_priority(config)
     preempts = by_priority and not config.disable_priority_preemption
     return SchedulePolicy(
-        name="fcfs" if config.disable_radix_cache and config.schedule_policy in CACHE_AWARE else config.schedule_policy,
+        name=_policy_name(config),
         seed=config.runner.random_seed,
         by_priority=by_priority,
         low_values_first=config.schedule_low_priority_values_first,

@@ -37,6 +37,7 @@ class SchedulerStats:
     num_decode_tokens: int = 0
     num_retracted: int = 0
     num_aborted: int = 0
+    num_refused: int = 0  # the queue was full
     gen_throughput: float = 0.0  # output tokens per second over the last log interval
     loads: Callable[[], Loads] = field(default=lambda: Loads(0, 0, 0, 0))
     waiting_since: float = 0.0  # when the wait for the forward step under way began, 0 if there is none

@@ -19,6 +19,7 @@ import zmq.asyncio
 from .cache_control import explanation_of, with_texts
 from .config import SchedulerInfo, TokenizerManagerConfig
 from .control_calls import ControlCalls
+from .deadlines import OWN, REASONS
 from .errors import EngineDeadError, RequestError
 from .generate_json import GenerateFormat
 from .generation import GenerateInput, Generation, Output
@@ -26,6 +27,7 @@ from .health import Health, HealthMonitor
 from .io_struct import (
     AbortReq,
     CacheReportReq,
+    ContinueReq,
     ControlReply,
     ExplainCacheReq,
     FinishReason,
@@ -33,12 +35,14 @@ from .io_struct import (
     GenerateReq,
     Heartbeat,
     InternalStateReq,
+    PauseReq,
     ShutdownReq,
     TextOutput,
     ToTokenizer,
     unpack_ids,
 )
 from .ipc import AsyncReceiver, Sender
+from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_table import Choice, RequestTable
 from .request_validator import RequestPlan, RequestValidator, TextEncoder
 from .session_service import SessionService
@@ -50,7 +54,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TOKENIZE_THREADS = 4
-FLUSH_RETRY = 0.05  # seconds between two tries of flush_cache
 IDLE_POLL = 0.02  # seconds
 STRAY_LOG_INTERVAL = 60.0  # seconds between two warnings about rows of unknown rids
 
@@ -121,6 +124,7 @@ class TokenizerManager:
         """
         self._check_open()
         plan = self._validator.plan(request)
+        self._check_room(plan)
         generation = Generation(
             plan.rids, num_prompts=plan.num_prompts, n=plan.n, single=plan.is_single_prompt, abort=self._abort_rids
         )
@@ -146,16 +150,21 @@ class TokenizerManager:
         choice = self._table.get(message.rid)
         if choice is None:
             return
-        if not choice.aborted:
+        reason = FinishReason(kind="abort", message="Aborted before it was scheduled.") if choice.aborted else None
+        if message.timeout is not None:  # it counts from the request's arrival here
+            message.timeout -= time.monotonic() - choice.generation.created
+            if message.timeout <= 0:
+                reason = reason or REASONS[OWN]
+        if reason is None:
             choice.sent = True
             self._send(message)
             return
-        # Aborted while it was tokenised: the scheduler never hears of it.
+        # Over before the prompt was tokenised: the scheduler never hears of it.
         output = Output(
             index=choice.index,
             text="",
             token_ids=[],
-            finish_reason=FinishReason(kind="abort", message="Aborted before it was scheduled."),
+            finish_reason=reason,
             prompt_tokens=len(unpack_ids(message.input_ids)),
             completion_tokens=0,
             cached_tokens=0,
@@ -211,14 +220,22 @@ class TokenizerManager:
     # --- control ------------------------------------------------------------------------------------------------------------------
 
     async def flush_cache(self, timeout: float = 0.0) -> ControlReply:
-        """Empty the prefix cache, which needs an idle scheduler: tries for ``timeout`` seconds. success False: it was not idle."""
-        deadline = time.monotonic() + timeout
-        while True:
-            self._check_alive()
-            reply = await self._calls.call(lambda call_id: FlushCacheReq(call_id=call_id))
-            if reply.success or time.monotonic() >= deadline:
-                return reply
-            await asyncio.sleep(FLUSH_RETRY)
+        """Empty the prefix cache as soon as nothing runs or waits. success False: that was not within ``timeout`` seconds."""
+        self._check_alive()
+        return await self._calls.call(lambda call_id: FlushCacheReq(call_id=call_id, timeout=timeout))
+
+    async def pause_generation(self, mode: str = "abort") -> ControlReply:
+        """Begin no further step; returns when none is under way. Requests that come now are queued.
+
+        mode: "abort" ends all requests, "retract" sends those that run back to the queue and frees their KV, "in_place" keeps it.
+        """
+        self._check_alive()
+        return await self._calls.call(lambda call_id: PauseReq(call_id=call_id, mode=mode))
+
+    async def continue_generation(self) -> ControlReply:
+        """End a pause."""
+        self._check_alive()
+        return await self._calls.call(lambda call_id: ContinueReq(call_id=call_id))
 
     async def internal_state(self) -> dict[str, Any]:
         """The scheduler's state. Waits while a forward pass keeps the scheduler busy."""
@@ -317,6 +334,14 @@ class TokenizerManager:
         self._check_alive()
         if self.draining:
             raise RequestError("The server is shutting down.", status_code=503, err_type="ServiceUnavailable")
+
+    def _check_room(self, plan: RequestPlan) -> None:
+        """Refuse at once what the scheduler would refuse; not what may displace another by its priority."""
+        info = self.info
+        limit = max_live_requests(info.max_running_requests, info.max_queued_requests)
+        has_rank = info.priority_scheduling and (plan.service.priority is not None or info.default_priority_value is not None)
+        if limit is not None and len(self._table) >= limit and not has_rank:
+            raise RequestError(QUEUE_FULL_MESSAGE, status_code=503, err_type="ServiceUnavailableError")
 
     # --- messages -----------------------------------------------------------------------------------------------------------------
 

@@ -97,7 +97,8 @@ class Engine:
         A dict for a single prompt with n == 1, else a list, prompt-major. With stream=True an iterator of chunks, already validated
         and started; closing or dropping it aborts the request, as Ctrl-C does.
 
-        named: stream, rid, session_params, priority, extra_key, cache_salt, incremental, return_prompt_token_ids. The other arguments of SGLang's
+        named: stream, rid, session_params, priority, routing_key, timeout, extra_key, cache_salt, incremental,
+        return_prompt_token_ids. The other arguments of SGLang's
         generate exist, in its order, and must be unset.
         """
         request = _request(prompt, sampling_params, input_ids, more, named)
@@ -167,6 +168,18 @@ class Engine:
             raise RequestError("Give one of prompt, input_ids and messages.", param="messages")
         values = {"text": prompt, "input_ids": input_ids, "extra_key": extra_key, "cache_salt": cache_salt}
         return self._thread.call(tm.explain_cache(GenerateInput.parse(values)))
+
+    def pause_generation(self, mode: str = "abort") -> ControlReply:
+        """Begin no further step; returns when none is under way. Requests that come now wait for ``continue_generation``.
+
+        mode: "abort" ends all requests, "retract" sends those that run back to the queue and frees their KV (so that flush_cache
+        works), "in_place" keeps it.
+        """
+        return self._thread.call(self.tokenizer_manager.pause_generation(mode))
+
+    def continue_generation(self) -> ControlReply:
+        """End a pause."""
+        return self._thread.call(self.tokenizer_manager.continue_generation())
 
     def get_server_info(self) -> dict[str, Any]:
         """As /server_info: options, what was derived, and the scheduler's state."""

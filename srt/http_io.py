@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import JSONResponse, Response
@@ -68,6 +69,32 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, got {type(value).__name__}.")
     return value
+
+
+class HasService(Protocol):
+    """A request body with the fields that headers may set as well."""
+
+    routing_key: str | None
+    timeout: float | None
+
+
+def apply_headers(request: Request, body: HasService) -> None:
+    """Lay x-request-timeout (seconds; the shorter one counts) and x-smg-routing-key over a body. RequestError for a bad value."""
+    given = request.headers.get("x-request-timeout")
+    if given is not None:
+        seconds = _seconds(given)
+        body.timeout = seconds if body.timeout is None else min(body.timeout, seconds)
+    body.routing_key = request.headers.get("x-smg-routing-key", body.routing_key)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RequestError(f"X-Request-Timeout must be a positive number of seconds, got {text!r}.", param="X-Request-Timeout")
+    return seconds
 
 
 def require_json(request: Request) -> None:

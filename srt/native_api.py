@@ -6,7 +6,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
@@ -14,14 +14,18 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..managers.errors import BanyanError, RequestError
 from ..managers.generation import GenerateInput
+from ..managers.io_struct import ControlReply
+from ..managers.request_gate import QUEUE_FULL_MESSAGE
 from ..managers.tokenizer_manager import TokenizerManager
 from . import info
-from .http_io import JSONReply, event_stream, gone, parse_body, unless_disconnected
+from .http_io import JSONReply, apply_headers, event_stream, gone, parse_body, unless_disconnected
 from .server_state import state_of
 
 PROBE_TIMEOUT = 20.0  # seconds that /health_generate waits for its token
 STATE_TIMEOUT = 10.0  # seconds that /server_info waits for the scheduler
 MAX_FLUSH_WAIT = 3600.0
+
+PauseMode = Literal["abort", "retract", "in_place"]
 
 router = APIRouter()
 
@@ -45,6 +49,8 @@ _GENERATE_BODY = {
         "extra_key": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "cache_salt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "priority": {"type": "integer"},
+        "routing_key": {"type": "string"},
+        "timeout": {"type": "number", "exclusiveMinimum": 0},
         "return_prompt_token_ids": {"type": "boolean", "default": False},
         "session_id": {"type": "string"},
         "session_params": {
@@ -72,6 +78,7 @@ async def generate(request: Request) -> Response:
     """Complete one prompt or a batch of prompts."""
     tm = state_of(request).serving()
     query = await parse_body(request, GenerateInput.parse)
+    apply_headers(request, query)
     if query.stream:
         return await event_stream(request, _chunks(tm, query), openai=False)
     result = await unless_disconnected(request, tm.generate(query))
@@ -81,10 +88,20 @@ async def generate(request: Request) -> Response:
 async def _chunks(tm: TokenizerManager, query: GenerateInput) -> AsyncGenerator[dict[str, Any]]:
     generation = await tm.start(query)
     try:
+        first = True
         async for chunk in tm.stream(generation, query):
+            if first and generation.is_single:
+                _check_served(chunk["meta_info"]["finish_reason"])
+            first = False
             yield chunk
     finally:
         generation.abort()
+
+
+def _check_served(reason: dict[str, Any] | None) -> None:
+    """A stream that was refused before its first token is an HTTP error: no header is sent yet."""
+    if reason is not None and reason["type"] == "abort" and "status_code" in reason:
+        raise RequestError(reason["message"], status_code=reason["status_code"], err_type=reason.get("err_type", "AbortError"))
 
 
 # --- probes -----------------------------------------------------------------------------------------------------------------------
@@ -128,6 +145,8 @@ async def health_generate(request: Request) -> Response:
         async with asyncio.timeout(PROBE_TIMEOUT):
             await unless_disconnected(request, state.serving().generate(probe))
     except (TimeoutError, BanyanError) as error:
+        if str(error) == QUEUE_FULL_MESSAGE:  # overload is no illness
+            return PlainTextResponse("")
         return PlainTextResponse(str(error) or f"no token within {PROBE_TIMEOUT:.0f} s", status_code=503)
     return PlainTextResponse("")
 
@@ -207,3 +226,45 @@ async def abort_request(request: Request) -> Response:
     tm = state_of(request).engine()
     query = await parse_body(request, AbortInput.parse)
     return JSONReply({"aborted": tm.abort(query.rid or "", bool(query.abort_all))})
+
+
+class PauseInput(msgspec.Struct, kw_only=True):
+    """Body of /pause_generation."""
+
+    mode: PauseMode | None = None
+
+    @classmethod
+    def parse(cls, values: dict[str, Any]) -> PauseInput:
+        """Check the mode. Raises RequestError that names it."""
+        try:
+            return msgspec.convert(values, cls, strict=True)
+        except msgspec.ValidationError:
+            raise RequestError(f"mode must be one of {', '.join(get_args(PauseMode))}.", param="mode") from None
+
+
+_PAUSE_BODY = {
+    "type": "object",
+    "properties": {"mode": {"type": "string", "enum": list(get_args(PauseMode)), "default": "abort"}},
+}
+
+
+@router.post("/pause_generation", openapi_extra=_body(_PAUSE_BODY))
+async def pause_generation(request: Request) -> Response:
+    """Begin no further step. Answers when none is under way; requests that come meanwhile are queued until /continue_generation."""
+    tm = state_of(request).engine()
+    query = await parse_body(request, PauseInput.parse)
+    return _done(await tm.pause_generation(query.mode or "abort"))
+
+
+@router.post("/continue_generation", openapi_extra=_body({"type": "object"}))
+async def continue_generation(request: Request) -> Response:
+    """End a pause."""
+    tm = state_of(request).engine()
+    await parse_body(request, dict)
+    return _done(await tm.continue_generation())
+
+
+def _done(reply: ControlReply) -> Response:
+    if not reply.success:
+        raise RequestError(reply.message, status_code=409, err_type="ConflictError")
+    return JSONReply({"message": reply.message, "status": "ok"})

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -89,16 +91,64 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     page_size: Annotated[
         int, Meta(ge=1, le=1024, description="Tokens per page of the KV cache; prefixes are shared in whole pages")
     ] = 1
+    prefill_max_requests: Annotated[Positive | None, Meta(description="Most requests of one prefill batch")] = None
+    enable_mixed_chunk: Annotated[bool, Meta(description="Decode in the same step as prefill, so that streams never pause")] = False
+    prefill_decode_interval: Annotated[
+        NotNegative, Meta(description="Decode steps between two prefill steps while anything decodes")
+    ] = 0
     schedule_policy: Annotated[
-        Literal["fcfs", "lpm"], Meta(description="Order of the waiting queue: by arrival, or longest cached prefix first")
+        Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "hrrn", "shortest-prefill-first", "priority"],
+        Meta(
+            description="Order of the waiting queue: by arrival, longest cached prefix first, depth first through the cached tree, "
+            "longest output first, random by seed, the routing keys that run first, highest response ratio next, fewest tokens to "
+            "compute first, or by priority"
+        ),
     ] = "fcfs"
+    max_wait_steps: Annotated[
+        Positive, Meta(description="Scheduling passes after which a waiting request goes first, whatever policy and priority say")
+    ] = 4096
+    enable_priority_scheduling: Annotated[
+        bool, Meta(description="Serve higher priorities first, and the policy's order among equals")
+    ] = False
+    schedule_low_priority_values_first: Annotated[bool, Meta(description="A lower number is a higher priority")] = False
+    default_priority_value: Annotated[
+        int | None, Meta(description="Priority of requests that bring none; unset: below all others")
+    ] = None
+    priority_scheduling_preemption_threshold: Annotated[
+        NotNegative, Meta(description="A waiting request displaces running ones whose priority is lower by more than this")
+    ] = 10
+    disable_priority_preemption: Annotated[bool, Meta(description="Priorities order the queue but displace nothing that runs")] = (
+        False
+    )
+    abort_on_priority_when_disabled: Annotated[
+        bool, Meta(description="Refuse requests that bring a priority if there is no priority scheduling, instead of ignoring it")
+    ] = False
+    max_queued_requests: Annotated[
+        NotNegative | None,
+        Meta(description="Requests that may wait besides those that run; more are refused with 503 at once; unset: no limit"),
+    ] = None
+    request_queue_timeout: Annotated[
+        Seconds | None,
+        Meta(
+            description="Seconds after which a request that never ran is ended with 503",
+            extra={"env": "SGLANG_REQ_WAITING_TIMEOUT"},
+        ),
+    ] = None
+    request_running_timeout: Annotated[
+        Seconds | None,
+        Meta(
+            description="Seconds after its first start at which a request is ended with 503",
+            extra={"env": "SGLANG_REQ_RUNNING_TIMEOUT"},
+        ),
+    ] = None
     schedule_conservativeness: Annotated[
         float, Meta(gt=0, description="Above 1 admits fewer requests and retracts less, below 1 the reverse")
     ] = 1.0
     disable_radix_cache: Annotated[bool, Meta(description="Forget the KV of a request when it ends")] = False
-    radix_eviction_policy: Annotated[Literal["lru"], Meta(description="Which cached prefix goes first when memory is short")] = (
-        "lru"
-    )
+    radix_eviction_policy: Annotated[
+        Literal["lru", "mru", "fifo", "lfu", "slru", "priority"],
+        Meta(description="Which cached prefix goes first when memory is short"),
+    ] = "lru"
     max_sessions: Annotated[Positive, Meta(description="Sessions (/open_session) that may be open at the same time")] = 1024
     session_hold_fraction: Annotated[
         float, Meta(ge=0, le=1, description="Share of the KV cache that streaming sessions may keep between their turns")
@@ -128,7 +178,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
                 close = difflib.get_close_matches(name, cls.__struct_fields__, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise TypeError(f"unknown option {name!r}{hint}")
-        given = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        given = _from_environment()
+        given |= {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
         try:
             args = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -190,6 +241,18 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             max_running_requests=self.max_running_requests,
             chunked_prefill_size=self.chunked_prefill_size,
             max_prefill_tokens=self.max_prefill_tokens,
+            prefill_max_requests=self.prefill_max_requests,
+            enable_mixed_chunk=self.enable_mixed_chunk,
+            prefill_decode_interval=self.prefill_decode_interval,
+            enable_priority_scheduling=self.enable_priority_scheduling,
+            schedule_low_priority_values_first=self.schedule_low_priority_values_first,
+            default_priority_value=self.default_priority_value,
+            priority_scheduling_preemption_threshold=self.priority_scheduling_preemption_threshold,
+            disable_priority_preemption=self.disable_priority_preemption,
+            max_wait_steps=self.max_wait_steps,
+            max_queued_requests=self.max_queued_requests,
+            request_queue_timeout=self.request_queue_timeout,
+            request_running_timeout=self.request_running_timeout,
             schedule_policy=self.schedule_policy,
             schedule_conservativeness=self.schedule_conservativeness,
             disable_radix_cache=self.disable_radix_cache,
@@ -224,6 +287,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             weight_version=self.weight_version,
             incremental_streaming_output=self.incremental_streaming_output,
             allow_auto_truncate=self.allow_auto_truncate,
+            abort_on_priority_when_disabled=self.abort_on_priority_when_disabled,
             preferred_sampling_params=json.dumps(preferred),
             log_requests=self.log_requests,
             max_sessions=self.max_sessions,
@@ -242,6 +306,7 @@ class Option(NamedTuple):
     choices: tuple[str, ...] | None
     aliases: tuple[str, ...]
     help: str
+    env: str | None  # environment variable that is its default; -1 there means unset
 
 
 def options() -> list[Option]:
@@ -261,7 +326,24 @@ def _option(name: str, hint: Any, default: Any) -> Option:
         (kind,) = [_bare(member) for member in get_args(kind) if member is not type(None)]
     choices = get_args(kind) if get_origin(kind) is Literal else None
     aliases = tuple((meta.extra or {}).get("aliases", ()))
-    return Option(name, str if choices else kind, default, optional, choices, aliases, meta.description)
+    env = (meta.extra or {}).get("env")
+    text = f"{meta.description}; also {env}" if env else meta.description
+    return Option(name, str if choices else kind, default, optional, choices, aliases, text, env)
+
+
+def _from_environment() -> dict[str, Any]:
+    values = {}
+    for option in options():
+        text = os.environ.get(option.env) if option.env else None
+        if text is None:
+            continue
+        try:
+            value = option.kind(text)
+        except ValueError:
+            raise StartError(f"{option.env}: {option.kind.__name__} expected, got {text!r}.") from None
+        if value != -1:
+            values[option.name] = value
+    return values
 
 
 def _bare(hint: Any) -> Any:

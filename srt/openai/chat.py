@@ -14,7 +14,7 @@ from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
 from ...managers.sessions import SessionParams
 from ...managers.tokenizer import Tokenizer
-from ..http_io import JSONReply, event_stream, gone, parse_body, require_json, unless_disconnected
+from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import ServerState, state_of
 from .protocol import ChatBody
 from .replies import Reply, Usage, check_model, checked_reason, collect, start
@@ -26,6 +26,7 @@ async def chat_completions(request: Request) -> Response:
     state = state_of(request)
     tm = state.serving()
     body = await parse_body(request, ChatBody.parse)
+    apply_headers(request, body)
     model = check_model(tm, body.model)
     if body.stream:
         reply = Reply("chatcmpl", "chat.completion.chunk", model)
@@ -58,6 +59,8 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
         priority=body.priority,
         session_id=body.session_id,
         session_params=SessionParams.parse_optional(body.session_params),
+        routing_key=body.routing_key,
+        timeout=body.timeout,
     )
     return await start(tm, query, _names(body))
 

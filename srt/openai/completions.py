@@ -13,7 +13,7 @@ from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
 from ...managers.sessions import SessionParams
 from ...managers.tokenizer_manager import TokenizerManager
-from ..http_io import JSONReply, event_stream, gone, parse_body, require_json, unless_disconnected
+from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of
 from .protocol import CompletionBody
 from .replies import Reply, Usage, check_model, checked_reason, collect, start
@@ -32,6 +32,7 @@ async def completions(request: Request) -> Response:
     require_json(request)
     tm = state_of(request).serving()
     body = await parse_body(request, CompletionBody.parse)
+    apply_headers(request, body)
     model = check_model(tm, body.model)
     if body.best_of is not None and body.best_of > body.n:
         raise RequestError("best_of greater than n is not supported.", param="best_of")
@@ -55,6 +56,8 @@ def _query(body: CompletionBody) -> GenerateInput:
         priority=body.priority,
         session_id=body.session_id,
         session_params=SessionParams.parse_optional(body.session_params),
+        routing_key=body.routing_key,
+        timeout=body.timeout,
     )
 
 

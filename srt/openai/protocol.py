@@ -138,6 +138,8 @@ class GenerateBody(Body):
     priority: int | None = None
     session_id: str | None = None
     session_params: dict[str, Any] | None = None
+    routing_key: str | None = None
+    timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     return_token_ids: bool = False
 
     def token_limit(self) -> int | None:

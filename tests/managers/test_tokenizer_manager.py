@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -19,12 +20,14 @@ from banyan.managers.generation import GenerateInput, Generation
 from banyan.managers.health import HealthMonitor
 from banyan.managers.io_struct import (
     AbortReq,
+    ContinueReq,
     ControlReply,
     FinishReason,
     FlushCacheReq,
     GenerateReq,
     Heartbeat,
     InternalStateReq,
+    PauseReq,
     ShutdownReq,
     TextOutput,
     ToDetokenizer,
@@ -567,20 +570,75 @@ def test_control_calls_find_their_replies() -> None:
     run(body)
 
 
-def test_flush_cache_fails_at_once_or_retries() -> None:
+def test_flush_cache_waits_for_the_scheduler() -> None:
     async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
-        call = asyncio.create_task(manager.flush_cache())
-        fake.sender.send(ControlReply(call_id=(await fake.expect(FlushCacheReq)).call_id, success=False, message="busy"))
-        reply = await soon(call)
-        assert (reply.success, reply.message) == (False, "busy")
-        call = asyncio.create_task(manager.flush_cache(timeout=DEADLINE))
-        for success in (False, False, True):
-            fake.sender.send(ControlReply(call_id=(await fake.expect(FlushCacheReq)).call_id, success=success))
+        for timeout, success in ((0.0, False), (DEADLINE, True)):
+            call = asyncio.create_task(manager.flush_cache(timeout))
+            message = await fake.expect(FlushCacheReq)
+            assert message.timeout == timeout
+            fake.sender.send(ControlReply(call_id=message.call_id, success=success, message="said"))
+            reply = await soon(call)
+            assert (reply.success, reply.message) == (success, "said")
+
+    run(body)
+
+
+def test_pause_and_continue() -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        call = asyncio.create_task(manager.pause_generation("retract"))
+        message: Any = await fake.expect(PauseReq)
+        assert message.mode == "retract"
+        fake.sender.send(ControlReply(call_id=message.call_id))
         assert (await soon(call)).success
-        call = asyncio.create_task(manager.flush_cache(timeout=0.01))
+        call = asyncio.create_task(manager.continue_generation())
+        message = await fake.expect(ContinueReq)
+        fake.sender.send(ControlReply(call_id=message.call_id))
+        assert (await soon(call)).success
+
+    run(body)
+
+
+def test_overload_is_answered_at_once() -> None:
+    """3 may be alive; the fourth is refused here, unless its priority may displace another."""
+
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        manager.info = msgspec.structs.replace(manager.info, max_running_requests=1, max_queued_requests=2)
+        for rid in "abc":
+            await manager.start(ask(rid=rid))
+            await fake.expect(GenerateReq)
+        for priority in (None, 5):
+            with pytest.raises(RequestError, match="queue is full") as caught:
+                await manager.start(ask(rid="d", priority=priority))
+            assert caught.value.status_code == 503
+        manager.info = msgspec.structs.replace(manager.info, priority_scheduling=True)
+        with pytest.raises(RequestError, match="queue is full"):
+            await manager.start(ask(rid="d"))
+        await manager.start(ask(rid="d", priority=5))
+        assert (await fake.expect(GenerateReq)).priority == 5
+        await finish(fake, *"abcd")
+        await until(lambda: manager.num_live == 0)
+        await manager.start(ask(rid="e"))
+        await finish(fake, "e")
+        await until(lambda: manager.num_live == 0)
+
+    run(body)
+
+
+def test_a_deadline_counts_from_the_arrival() -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        await manager.start(ask("a", rid="a", timeout=100, routing_key="k"))
+        message = await fake.expect(GenerateReq)
+        assert 90 < message.timeout < 100
+        assert message.routing_key == "k"
+        slow = asyncio.create_task(manager.generate(ask("!", rid="b", timeout=0.01)))
         await asyncio.sleep(0.02)
-        fake.sender.send(ControlReply(call_id=(await fake.expect(FlushCacheReq)).call_id, success=False))
-        assert not (await soon(call)).success
+        tokenizer.gate.set()
+        with pytest.raises(RequestError, match="deadline") as caught:
+            await soon(slow)
+        assert caught.value.status_code == 504
+        assert await fake.silent()
+        await finish(fake, "a")
+        await until(lambda: manager.num_live == 0)
 
     run(body)
 
