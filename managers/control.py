@@ -164,6 +164,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
         "num_used_tokens": loads.num_used_tokens,
         "num_cached_tokens": cache.evictable_size + cache.protected_size,
         "num_session_held_tokens": scheduler.memory.holds.num_tokens,
+        "num_pinned_tokens": scheduler.memory.pins.num_tokens,
         "max_total_num_tokens": loads.num_tokens,
         "token_usage": round(loads.token_usage, 4),
         "new_token_ratio": round(scheduler.ratio.value, 4),

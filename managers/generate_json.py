@@ -45,6 +45,8 @@ class GenerateFormat:
             "completion_tokens": output.completion_tokens,
             "cached_tokens": output.cached_tokens,
         }
+        if output.finish_reason is not None and output.finish_reason.pinned_tokens is not None:
+            meta["pinned_tokens"] = output.finish_reason.pinned_tokens
         if output.e2e_latency is not None:
             meta["e2e_latency"] = output.e2e_latency
             meta["response_sent_to_client_ts"] = time.time()

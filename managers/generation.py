@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
-from .io_struct import FinishReason, unpack_ids
+from .io_struct import CacheHint, FinishReason, unpack_ids
 from .sessions import SessionParams
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
@@ -54,6 +54,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     incremental: bool | None = None  # stream only what is new; None: as the server is configured
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+    cache_hint: CacheHint | None = None
     priority: int | None = None  # counts with priority scheduling only
     routing_key: str | None = None
     timeout: float | None = None  # seconds until the request ends wherever it is

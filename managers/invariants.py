@@ -30,7 +30,7 @@ def balance(memory: Memory) -> dict[str, int]:
 
 
 def breaches(memory: Memory) -> list[str]:
-    """What is wrong with the books, one line each. With no seated request only sessions lock anything and every row is free."""
+    """What is wrong with the books, one line each. Only seated requests, sessions and pins lock anything of the cache."""
     books = balance(memory)
     owned = books["free"] + books["evictable"] + books["protected"] + books["private"]
     seated = len(memory.table.seated())
@@ -38,9 +38,9 @@ def breaches(memory: Memory) -> list[str]:
     problems = []
     if owned != books["total"]:
         problems.append(f"slots do not balance: {books}")
-    holds = memory.holds
-    if not seated and not holds.longest <= books["protected"] <= holds.num_tokens:
-        problems.append(f"{books['protected']} cached tokens are locked, but sessions hold {holds.num_tokens}")
+    holds = [*memory.holds.holds, *memory.pins.holds, *(req.held() for req in memory.table.seated())]
+    if books["protected"] != (held := memory.cache.held_tokens(holds)):
+        problems.append(f"{books['protected']} cached tokens are locked, but requests, sessions and pins hold {held}")
     if free_rows + seated != num_rows:
         problems.append(f"rows do not balance: {free_rows} free + {seated} seated != {num_rows}")
     return problems
@@ -60,6 +60,7 @@ def check_memory(memory: Memory, *, strict: bool) -> None:
     logger.error("memory invariant broken: %s", text)
     if not memory.table.seated():
         memory.holds.forget()
+        memory.pins.forget()
         memory.cache.forget()
         memory.allocator.reset()
         logger.error("the prefix cache was emptied and every slot is free again")

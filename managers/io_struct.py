@@ -6,10 +6,11 @@ decodes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from .sampling_params import SamplingParams
 
@@ -32,7 +33,7 @@ class FinishReason(msgspec.Struct, array_like=True, kw_only=True):
     """Why a request ended.
 
     kind: "stop" (matched is the stop token id or the stop string), "length", or "abort" (message, status_code and err_type say
-    more).
+    more). pinned_tokens: prompt tokens that its cache_hint pinned, None if it asked for no pin.
     """
 
     kind: str
@@ -41,6 +42,18 @@ class FinishReason(msgspec.Struct, array_like=True, kw_only=True):
     message: str | None = None
     status_code: int | None = None
     err_type: str | None = None
+    pinned_tokens: int | None = None
+
+
+class CacheHint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long and how dearly the cache should keep the KV of a request's prompt.
+
+    pin_seconds: from its end on it is not evicted for so long, if the budget for pins has room. priority: with the eviction policy
+    "priority", lower ones go first.
+    """
+
+    pin_seconds: Annotated[float, Meta(ge=0, le=86400)] = 0.0
+    priority: Annotated[int, Meta(ge=0, le=1000)] = 0
 
 
 # --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------------------
@@ -56,6 +69,7 @@ class GenerateReq(Message):
     extra_key: str = ""
     cache_salt: str = ""
     priority: int | None = None
+    cache_hint: CacheHint | None = None
     routing_key: str = ""
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler

@@ -12,6 +12,7 @@ from ..mem_cache.allocator import SlotAllocator
 from ..mem_cache.prefix_cache import CacheKey, NoPrefixCache, PrefixCache
 from .live_table import LiveTable
 from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
+from .pins import Pins
 from .req import Req
 from .retraction import NewTokenRatio
 from .session_holds import SessionHolds
@@ -23,12 +24,17 @@ MAX_DEFERRED = 128  # requests that are passed over in one plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The owners of slots and rows: free + cached + private to rows = total. holds: what sessions lock of the cache."""
+    """The owners of slots and rows: free + cached + private to rows = total. holds, pins: what outlives its request locked."""
 
     allocator: SlotAllocator
     cache: PrefixCache
     table: LiveTable
     holds: SessionHolds
+    pins: Pins
+
+    def drop_hold(self) -> bool:
+        """Release one lock that outlived its request, pins before sessions; False if there is none."""
+        return self.pins.drop_oldest() or self.holds.drop_oldest()
 
 
 @dataclass(slots=True, kw_only=True)

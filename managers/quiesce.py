@@ -71,6 +71,7 @@ class Quiesce:
         if scheduler.is_drained():
             if in_flight:
                 return False
+            scheduler.memory.pins.clear()
             num_held = scheduler.memory.holds.clear()
             scheduler.memory.cache.reset()
             text = f"Cache flushed; {num_held} sessions lost what they held." if num_held else "Cache flushed."

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..mem_cache.prefix_cache import CacheHold, CacheKey
 from .detokenizer import StopChecker
-from .io_struct import FinishReason, GenerateReq, unpack_ids
+from .io_struct import CacheHint, FinishReason, GenerateReq, unpack_ids
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -31,6 +31,7 @@ class Req:
     stop_checker: StopChecker | None
     seed: int
     priority: int | None = None
+    cache_hint: CacheHint | None = None
     routing_key: str = ""
     timeout: float | None = None  # seconds from its arrival
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
@@ -56,6 +57,7 @@ class Req:
             stop_checker=StopChecker(tokenizer, params) if params.stop else None,
             seed=params.sampling_seed if params.sampling_seed is not None else arrival,
             priority=message.priority,
+            cache_hint=message.cache_hint,
             routing_key=message.routing_key,
             session_hold=message.session_hold,
             timeout=message.timeout,

@@ -19,7 +19,7 @@ import numpy as np
 from .config import SchedulerInfo, TokenizerManagerConfig
 from .errors import RequestError, StartError
 from .generation import GenerateInput
-from .io_struct import GenerateReq, pack_ids
+from .io_struct import CacheHint, GenerateReq, pack_ids
 from .sampling_params import SEED_RANGE, SamplingParams
 from .sessions import SessionParams, Turn
 
@@ -39,6 +39,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     """How a request wants to be scheduled; the same for all its prompts."""
 
     priority: int | None
+    cache_hint: CacheHint | None
     routing_key: str
     timeout: float | None
 
@@ -129,6 +130,7 @@ class RequestValidator:
                         extra_key=plan.extra_keys[index],
                         cache_salt=plan.cache_salts[index],
                         priority=plan.service.priority,
+                        cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
                         timeout=plan.service.timeout,
                     )
@@ -150,7 +152,10 @@ class RequestValidator:
             raise RequestError(f"timeout must be a positive number of seconds, got {timeout}.", param="timeout")
         routing_key = request.routing_key or ""
         _check_unicode(routing_key=[routing_key])
-        return Service(priority=priority, routing_key=routing_key, timeout=timeout)
+        hint = request.cache_hint
+        if hint is not None and math.isnan(hint.pin_seconds):
+            raise RequestError("cache_hint.pin_seconds must be a number.", param="cache_hint")
+        return Service(priority=priority, cache_hint=hint, routing_key=routing_key, timeout=timeout)
 
     def prompt(self, request: GenerateInput) -> GenerateReq:
         """The one prompt of a request whose output nobody wants, checked like any other. Safe on any thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from ..model_executor.step import StepOutput
@@ -26,13 +27,22 @@ class Finish(Protocol):
 
 
 class ResultProcessor:
-    """finish(req) releases a request that ended; keep(req) shares the prompt KV of one that goes on."""
+    """finish(req) releases a request that ended; keep(req) shares the prompt KV of one that goes on; pin(req), called before
+    finish, says how much of its prompt is pinned, None if it did not ask for that."""
 
-    def __init__(self, table: LiveTable, outputs: OutputStream, finish: Finish, keep: Callable[[Req], None]) -> None:
+    def __init__(
+        self,
+        table: LiveTable,
+        outputs: OutputStream,
+        finish: Finish,
+        keep: Callable[[Req], None],
+        pin: Callable[[Req], int | None] = lambda req: None,
+    ) -> None:
         self._table = table
         self._outputs = outputs
         self._finish = finish
         self._keep = keep
+        self._pin = pin
 
     def absorb(self, batch: ScheduleBatch, output: StepOutput) -> None:
         """Take a step's results in. Rows that changed hands since the launch are skipped."""
@@ -45,11 +55,18 @@ class ResultProcessor:
         prompts = step.rows[: batch.num_prefill]
         if len(prompts):
             self._share_prompts(prompts[alive[: batch.num_prefill]], finished)
+        self._pin_prompts(finished)
         if finished:
             rows = np.union1d(rows, np.fromiter(finished, np.int32))
         self._outputs.emit(rows, finished)
         for row in finished:
             self._finish(table.req(row), share=finished[row] is not NAN_REASON)
+
+    def _pin_prompts(self, finished: dict[int, FinishReason]) -> None:
+        for row, reason in finished.items():
+            num_pinned = self._pin(self._table.req(row)) if reason.kind != "abort" else None
+            if num_pinned is not None:
+                finished[row] = msgspec.structs.replace(reason, pinned_tokens=num_pinned)
 
     def fail(self, batch: ScheduleBatch, reason: FinishReason) -> None:
         """End every request of a step that raised; what the step computed is not kept."""

@@ -59,7 +59,7 @@ class Scheduler:
         self.chunked: Req | None = None  # the one request whose prompt is computed in part
         self.live: dict[str, Req] = {}
         self.decode_debt = 0  # decode steps that are due before the next prefill step
-        self.results = ResultProcessor(memory.table, outputs, self.finish, self._keep)
+        self.results = ResultProcessor(memory.table, outputs, self.finish, self._keep, self._pin)
 
     # --- the three verbs
 
@@ -154,6 +154,7 @@ class Scheduler:
     def tick(self, now: float) -> None:
         """It is ``now``: end the requests whose time is over."""
         self.gate.timers.now = now
+        self.memory.pins.expire(now)
         while (due := self.gate.timers.pop_due()) is not None:
             self.abort(*due)
 
@@ -192,10 +193,10 @@ class Scheduler:
         return self.planner.plan(self.chunked, self.running)
 
     def _without_holds(self, plan: PrefillPlan) -> PrefillPlan | None:
-        """A plan that does not fail for what sessions hold, if nothing runs that could make room instead."""
+        """A plan that does not fail for what sessions and pins hold, if nothing runs that could make room instead."""
         replanned: PrefillPlan | None = plan
         while replanned and replanned.head and not replanned.admissions and not len(self.running):
-            if not self.memory.holds.drop_oldest():
+            if not self.memory.drop_hold():
                 break
             replanned = self._plan_prefill()
         return replanned
@@ -252,6 +253,7 @@ class Scheduler:
         hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.token_ids[:-1])
         row = self.memory.table.seat(req, prefix_slots)
         req.hold = hold
+        hold.priority = req.cache_hint.priority if req.cache_hint else 0
         if req.cached_tokens is None:
             req.cached_tokens = min(len(prefix_slots), req.num_prompt)
         self.gate.timers.seated(req)
@@ -334,7 +336,7 @@ class Scheduler:
             slots = self._alloc_decode()
             if slots is not None:
                 break
-        while slots is None and self.memory.holds.drop_oldest():
+        while slots is None and self.memory.drop_hold():
             slots = self._alloc_decode()
         outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
         self.ratio.retracted(outputs, table.limits[self.running] - table.prompt_lens[self.running])
@@ -372,3 +374,13 @@ class Scheduler:
         self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
         if len(tokens) >= table.known_lens[row] - 1:  # the whole prompt, with the token that it yielded not counted
             self.planner.prefilling.pop(row, None)
+
+    def _pin(self, req: Req) -> int | None:
+        """Keep the prompt of a request that is about to finish for as long as it asked; how many tokens that are, None if none were
+        asked for."""
+        hint = req.cache_hint
+        if hint is None or not hint.pin_seconds:
+            return None
+        self._keep(req)
+        prompt = self.memory.table.tokens[req.row, : req.num_prompt]
+        return self.memory.pins.pin(req.key, prompt, self.gate.timers.now + hint.pin_seconds)

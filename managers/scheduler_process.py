@@ -29,6 +29,7 @@ from .io_struct import Heartbeat, ToScheduler
 from .ipc import Receiver, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
+from .pins import Pins
 from .prefill_planner import Memory, PrefillLimits
 from .request_gate import RequestGate, max_live_requests
 from .retraction import NewTokenRatio
@@ -112,7 +113,8 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
         explain=explain,
     )
     holds = SessionHolds(cache, allocator, int(total * config.session_hold_fraction))
-    return info, Memory(allocator=allocator, cache=cache, table=LiveTable(pool, eos_mask), holds=holds)
+    pins = Pins(cache, int(total * config.pin_budget_fraction))
+    return info, Memory(allocator=allocator, cache=cache, table=LiveTable(pool, eos_mask), holds=holds, pins=pins)
 
 
 def build_scheduler(

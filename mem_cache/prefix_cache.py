@@ -6,6 +6,7 @@ All lengths are in tokens. Every slot array is int32. With page size p, everythi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -59,6 +60,12 @@ class PrefixCache(Protocol):
     def lock_prefix(self, key: CacheKey, token_ids: np.ndarray) -> tuple[CacheHold, np.ndarray]:
         """Match, mark as just used, lock, and return the hold with the slots [hold.length] of the matched prefix."""
 
+    def hold_prefix(self, key: CacheKey, token_ids: np.ndarray) -> CacheHold:
+        """Match and lock, for an owner that is no request: no counter moves."""
+
+    def held_tokens(self, holds: Iterable[CacheHold]) -> int:
+        """Tokens that these holds lock, each counted once."""
+
     def cache_unfinished_req(self, hold: CacheHold, token_ids: np.ndarray, slots: np.ndarray) -> None:
         """Give the KV of a request that goes on to the cache.
 
@@ -109,6 +116,14 @@ class NoPrefixCache:
     def lock_prefix(self, key: CacheKey, token_ids: np.ndarray) -> tuple[CacheHold, np.ndarray]:
         """An empty hold and no slots."""
         return CacheHold(key), np.empty(0, np.int32)
+
+    def hold_prefix(self, key: CacheKey, token_ids: np.ndarray) -> CacheHold:
+        """An empty hold."""
+        return CacheHold(key)
+
+    def held_tokens(self, holds: Iterable[CacheHold]) -> int:
+        """Always 0."""
+        return 0
 
     def cache_unfinished_req(self, hold: CacheHold, token_ids: np.ndarray, slots: np.ndarray) -> None:
         """Nothing: the request keeps its slots."""

@@ -10,6 +10,8 @@ one node, the end of its path; giving tokens to the tree moves it further down, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from .allocator import SlotAllocator
@@ -77,6 +79,24 @@ class RadixCache:
         end, slots = self._tree.descend(root, self._tree.data_of(token_ids))
         self.hit_tokens += len(slots)
         return CacheHold(key, len(slots), None if end is root else end), slots
+
+    def hold_prefix(self, key: CacheKey, token_ids: np.ndarray) -> CacheHold:
+        """Match and lock, for an owner that is no request: no counter moves."""
+        root = self._tree.roots.get(key)
+        if root is None:
+            return CacheHold(key)
+        end, slots = self._tree.descend(root, self._tree.data_of(token_ids), hits=0)
+        return CacheHold(key, len(slots), None if end is root else end)
+
+    def held_tokens(self, holds: Iterable[CacheHold]) -> int:
+        """Tokens that these holds lock, each counted once; O(length of their paths in nodes)."""
+        sizes: dict[int, int] = {}
+        for hold in holds:
+            at = hold.node
+            while at is not None and at.parent is not None and id(at) not in sizes:
+                sizes[id(at)] = len(at.slots)
+                at = at.parent
+        return sum(sizes.values())
 
     def cache_unfinished_req(self, hold: CacheHold, token_ids: np.ndarray, slots: np.ndarray) -> None:
         """Give the KV of a request that goes on to the cache; writes the cache's slots into ``slots`` where it knew the tokens."""

@@ -166,10 +166,10 @@ class RadixTree:
             root = self.roots[key] = Root(key)
         return root
 
-    def descend(self, start: Node, data: bytes) -> Descent:
+    def descend(self, start: Node, data: bytes, *, hits: int = 1) -> Descent:
         """Follow data from start as far as it is known and lock each node passed, start excluded; splits the last if need be.
 
-        start must be a root or locked: then a lock held on start has moved to the end of the path. Counts one request for
+        start must be a root or locked: then a lock held on start has moved to the end of the path. Counts ``hits`` requests for
         each node passed.
         """
         node, at = start, 0
@@ -186,7 +186,7 @@ class RadixTree:
                 self.evictable_size -= common
                 self.protected_size += common
             child.lock_ref += 1
-            child.hits += 1
+            child.hits += hits
             parts.append(child.slots)
             node = child
             at += common * TOKEN_BYTES

@@ -32,8 +32,8 @@ def create_app(state: ServerState) -> FastAPI:
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     native_api.install(app)
-    cache_api.install(app)
     session_api.install(app)
+    cache_api.install(app)
     routes.install(app)
     openapi.install(app)
     return app

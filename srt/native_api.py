@@ -49,6 +49,14 @@ _GENERATE_BODY = {
         "extra_key": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "cache_salt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "priority": {"type": "integer"},
+        "cache_hint": {
+            "type": "object",
+            "properties": {
+                "pin_seconds": {"type": "number", "minimum": 0, "maximum": 86400},
+                "priority": {"type": "integer", "minimum": 0, "maximum": 1000},
+            },
+            "additionalProperties": False,
+        },
         "routing_key": {"type": "string"},
         "timeout": {"type": "number", "exclusiveMinimum": 0},
         "return_prompt_token_ids": {"type": "boolean", "default": False},

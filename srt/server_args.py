@@ -153,6 +153,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     session_hold_fraction: Annotated[
         float, Meta(ge=0, le=1, description="Share of the KV cache that streaming sessions may keep between their turns")
     ] = 0.5
+    pin_budget_fraction: Annotated[float, Meta(ge=0, le=1, description="Share of the KV cache that cache hints may pin")] = 0.25
     disable_overlap_schedule: Annotated[
         bool | None, Meta(description="Do not schedule the next step while the device works; unset: decided by device")
     ] = None
@@ -258,6 +259,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             disable_radix_cache=self.disable_radix_cache,
             session_hold_fraction=self.session_hold_fraction,
             radix_eviction_policy=self.radix_eviction_policy,
+            pin_budget_fraction=self.pin_budget_fraction,
             disable_overlap_schedule=self.disable_overlap_schedule,
             weight_version=self.weight_version,
             decode_log_interval=self.decode_log_interval,

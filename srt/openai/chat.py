@@ -57,6 +57,7 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         priority=body.priority,
+        cache_hint=body.cache_hint.native() if body.cache_hint else None,
         session_id=body.session_id,
         session_params=SessionParams.parse_optional(body.session_params),
         routing_key=body.routing_key,

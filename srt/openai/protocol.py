@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from ...managers.errors import RequestError
+from ...managers.io_struct import CacheHint
 
 MAX_N = 128
 OFF: tuple[Any, ...] = (None, False, [], {})  # values that mean "not wanted" for every field
@@ -80,6 +81,18 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class CacheHintBody(BaseModel):
+    """How long (from the request's end) and how dearly the prefix cache should keep the prompt."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    pin_seconds: float = Field(0.0, ge=0, le=86400)
+    priority: int = Field(0, ge=0, le=1000)
+
+    def native(self) -> CacheHint:
+        return CacheHint(pin_seconds=self.pin_seconds, priority=self.priority)
+
+
 class GenerateBody(Body):
     """What completions and chat have in common. ``unsupported`` names come from OpenAI, SGLang and vLLM."""
 
@@ -135,6 +148,7 @@ class GenerateBody(Body):
     rid: str | list[str] | None = None
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
+    cache_hint: CacheHintBody | None = None
     priority: int | None = None
     session_id: str | None = None
     session_params: dict[str, Any] | None = None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from banyan.managers.io_struct import unpack_ids
+from banyan.managers.io_struct import CacheHint, FinishReason, unpack_ids
 
 
 def test_report(served: Any) -> None:
@@ -56,3 +56,33 @@ def test_explain_refuses(served: Any, body: dict[str, Any], param: str) -> None:
     reply = served.client.post("/radix_cache/explain", json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"] == param
+
+
+PROMPTS: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "a"},
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.parametrize("route", PROMPTS)
+def test_cache_hint_reaches_the_scheduler(served: Any, route: str) -> None:
+    hint = {"pin_seconds": 2.5, "priority": 3}
+    reply = served.client.post(route, json={**PROMPTS[route], "cache_hint": hint})
+    assert reply.status_code == 200
+    assert served.manager.seen[0].cache_hint == CacheHint(pin_seconds=2.5, priority=3)
+
+
+@pytest.mark.parametrize("hint", [{"pin_seconds": -1}, {"priority": 1001}, {"pin": 1}, "long"])
+@pytest.mark.parametrize("route", PROMPTS)
+def test_bad_cache_hint(served: Any, route: str, hint: Any) -> None:
+    reply = served.client.post(route, json={**PROMPTS[route], "cache_hint": hint})
+    assert reply.status_code == 400
+    assert reply.json()["error"]["param"].startswith("cache_hint")
+
+
+def test_pinned_tokens_are_told(served: Any) -> None:
+    served.manager.end = FinishReason(kind="stop", matched=2, pinned_tokens=16)
+    reply = served.client.post("/generate", json={"text": "a"}).json()
+    assert reply["meta_info"]["pinned_tokens"] == 16
+    assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": 2}
