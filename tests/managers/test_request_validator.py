@@ -91,6 +91,11 @@ def refused(validator: RequestValidator | None = None, /, **request: Any) -> Req
         ({"text": ["a", "b"], "cache_salt": ["k", "l", "m"]}, "cache_salt"),
         ({"text": "a", "cache_salt": "\ud900"}, "cache_salt"),
         ({"text": "a", "priority": "high"}, "priority"),
+        ({"text": "a", "priority": 1 << 32}, "priority"),
+        ({"text": "a", "routing_key": "\udfff"}, "routing_key"),
+        ({"text": "a", "timeout": 0}, "timeout"),
+        ({"text": "a", "timeout": float("inf")}, "timeout"),
+        ({"text": "a", "timeout": float("nan")}, "timeout"),
         ({"text": "a", "stream": "yes"}, "stream"),
         ({"text": "a", "sampling_params": {"temprature": 1}}, "temprature"),
         ({"text": "a", "sampling_params": {"min_new_tokens": 100000, "max_new_tokens": None}}, "min_new_tokens"),
@@ -112,6 +117,15 @@ def test_fields_that_are_not_served_are_refused_unless_off(name: str) -> None:
 def test_unknown_fields_and_nulls_are_ignored() -> None:
     nulls = dict.fromkeys(GenerateInput.__struct_fields__)
     assert len(check(**{**nulls, "text": "ab", "model": None, "no_such_field": 3})) == 1
+
+
+def test_a_priority_is_refused_only_if_it_would_be_ignored_and_that_is_not_wanted() -> None:
+    assert check(text="a", priority=3, routing_key="k", timeout=2)[0].priority == 3
+    strict = make(abort_on_priority_when_disabled=True)
+    assert len(check(strict, text="a")) == 1
+    with pytest.raises(RequestError, match="priority is disabled") as caught:
+        check(strict, text="a", priority=3)
+    assert caught.value.status_code == 503
 
 
 def test_ids_are_bounded_by_the_models_vocabulary() -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from banyan.managers.errors import StartError
 from banyan.managers.ipc import IpcNames
+from banyan.managers.schedule_policy import POLICIES
+from banyan.mem_cache.eviction import EVICTION_POLICIES
 from banyan.srt.server_args import ServerArgs, add_arguments, flag, options
 
 IPC = IpcNames(directory="/d", scheduler="a", detokenizer="b", tokenizer="c")
@@ -73,6 +75,11 @@ def test_aliases_and_paths() -> None:
         ({"dtype": "int8"}, "--dtype"),
         ({"schedule_policy": "sjf"}, "--schedule-policy"),
         ({"page_size": 0}, "--page-size"),
+        ({"radix_eviction_policy": "clock"}, "--radix-eviction-policy"),
+        ({"max_queued_requests": -1}, "--max-queued-requests"),
+        ({"request_queue_timeout": 0}, "--request-queue-timeout"),
+        ({"request_running_timeout": -1}, "--request-running-timeout"),
+        ({"max_wait_steps": 0}, "--max-wait-steps"),
         ({"mem_fraction_static": 0.0}, "--mem-fraction-static"),
         ({"mem_fraction_static": 1.5}, "--mem-fraction-static"),
         ({"context_length": 0}, "--context-length"),
@@ -92,6 +99,28 @@ def test_bad_values_are_one_clear_line(values: dict[str, Any], words: str) -> No
         ServerArgs.from_kwargs(values)
     assert words in str(info.value)
     assert "\n" not in str(info.value)
+
+
+def test_names_of_policies_are_those_that_exist() -> None:
+    choices = {option.name: option.choices for option in options()}
+    assert choices["schedule_policy"] == POLICIES
+    assert choices["radix_eviction_policy"] == EVICTION_POLICIES
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("30", 30.0), ("-1", None)])
+def test_time_outs_from_the_environment(monkeypatch: pytest.MonkeyPatch, text: str, seconds: float | None) -> None:
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", text)
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", text)
+    args = parse("--request-running-timeout", "7")
+    assert (args.request_queue_timeout, args.request_running_timeout) == (seconds, 7.0)
+    assert ServerArgs.from_kwargs({}).request_running_timeout == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "nan"])
+def test_a_bad_time_out_from_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", text)
+    with pytest.raises(StartError):
+        ServerArgs.from_kwargs({})
 
 
 def test_unknown_keyword_names_the_nearest() -> None:
@@ -131,6 +160,20 @@ def test_shared_fields_are_never_forgotten(name: str) -> None:
         "chunked_prefill_size": 77,
         "max_prefill_tokens": 99,
         "schedule_policy": "lpm",
+        "prefill_max_requests": 4,
+        "enable_mixed_chunk": True,
+        "prefill_decode_interval": 3,
+        "enable_priority_scheduling": True,
+        "schedule_low_priority_values_first": True,
+        "default_priority_value": -2,
+        "priority_scheduling_preemption_threshold": 6,
+        "disable_priority_preemption": True,
+        "abort_on_priority_when_disabled": True,
+        "max_wait_steps": 100,
+        "max_queued_requests": 0,
+        "request_queue_timeout": 1.5,
+        "request_running_timeout": 2.5,
+        "radix_eviction_policy": "slru",
         "schedule_conservativeness": 0.7,
         "disable_radix_cache": True,
         "disable_overlap_schedule": False,
