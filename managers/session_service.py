@@ -1,4 +1,4 @@
-"""SessionService: the sessions of a running engine. Adds to the controller a clock, and what follows from it: messages and aborts."""
+"""SessionService: the sessions of a running engine. Adds a clock to the controller, and what follows: messages and aborts."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 """Sessions: conversations whose tokens the server remembers, so that a turn sends only what is new.
 
-Pure: no clock, no sockets. A session is a tree of turns, each a child of the turn whose tokens it continues. A turn stores only what
-it added: its own prompt ids, its output, and how many of its parent's tokens it began with.
+Pure: no clock, no sockets. A session is a tree of turns, each a child of the turn whose tokens it continues. A turn stores only
+what it added: its own prompt ids, its output, and how many of its parent's tokens it began with.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -78,8 +79,8 @@ def _convert(values: Any, kind: Any, param: str | None = None) -> Any:
     try:
         return msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
-        name = str(error).rpartition("`$.")[2].rstrip("`") or None
-        raise RequestError(f"{param}: {error}" if param else str(error), param=param or name) from None
+        name = re.search(r"`(?:\$\.)?(\w+)`$", str(error))
+        raise RequestError(f"{param}: {error}" if param else str(error), param=param or (name and name[1])) from None
 
 
 @dataclass(slots=True, eq=False)
