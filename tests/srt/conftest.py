@@ -16,7 +16,7 @@ from banyan.managers.generation import GenerateInput, Generation, Output
 from banyan.managers.health import Health
 from banyan.managers.io_struct import ControlReply, FinishReason
 from banyan.managers.ipc import IpcNames
-from banyan.managers.request_validator import RequestValidator
+from banyan.managers.request_validator import RequestPlan, RequestValidator
 from banyan.managers.sessions import OpenSession, SessionController
 from banyan.srt.http_server import bind, create_app, make_server
 from banyan.srt.server_args import ServerArgs
@@ -77,6 +77,7 @@ class FakeManager:
         self.fault: tuple[int, Exception] | None = None  # before which word, and what
         self.end: FinishReason | None = None  # instead of EOS
         self.seen: list[Any] = []  # GenerateReq messages
+        self.plans: list[RequestPlan] = []
         self.aborted: list[str] = []
         self.live: dict[str, Generation] = {}
         self.sessions = SessionController(8)
@@ -87,6 +88,7 @@ class FakeManager:
 
     async def start(self, request: GenerateInput) -> Generation:
         plan = self.validator.plan(request)
+        self.plans.append(plan)
         messages = self.validator.prepare(plan)
         self.seen += messages
         generation = Generation(
