@@ -22,6 +22,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_max_requests: int | None = None
     enable_mixed_chunk: bool = False
     prefill_decode_interval: int = 0
+    target_itl_ms: float | None = None  # implies mixed steps
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     enable_priority_scheduling: bool = False
@@ -41,6 +42,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     weight_version: str = "default"
     decode_log_interval: int = 40
     strict: bool = False  # a breach of the slot invariant is fatal
+    record_decisions: str | None = None  # path of a file
+    record_prompts: bool = False
+    crash_dump_folder: str | None = None
     log_level: str = "info"
 
 

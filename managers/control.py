@@ -22,11 +22,13 @@ from .io_struct import (
     InternalStateReq,
     PauseReq,
     ReleaseHoldReq,
+    SetPace,
     ShutdownReq,
     Tick,
     ToScheduler,
 )
 from .ipc import Receiver
+from .pace import PrefillPace
 from .quiesce import Quiesce
 from .req import Req
 from .scheduler import Scheduler
@@ -51,8 +53,9 @@ class Control:
         config: SchedulerConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
+        tap: Callable[[list[ToScheduler]], list[ToScheduler]] = lambda messages: messages,
     ) -> None:
-        """The scheduler's time starts at 0 now; ``clock`` gives seconds."""
+        """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived."""
         self.shutdown = False
         self._scheduler = scheduler
         self._receiver = receiver
@@ -60,9 +63,11 @@ class Control:
         self._tokenizer = tokenizer
         self._config = config
         self._clock = clock
+        self._tap = tap
         self._begin = clock()
         self._ticked = float("-inf")  # the time of the newest tick
         self._quiesce = Quiesce(scheduler, reply)
+        self._pace = _make_pace(scheduler, config)
         self._num_received = 0
         self._checked = False  # memory was checked since the last request ended
         cache = CacheControl(scheduler.memory.cache, reply, config.weight_version)
@@ -77,6 +82,7 @@ class Control:
             CacheReportReq: cache.report,
             ExplainCacheReq: cache.explain,
             ShutdownReq: self._shutdown,
+            SetPace: self._set_pace,
             Tick: self._tick,
         }
 
@@ -85,7 +91,7 @@ class Control:
         self._quiesce.serve(in_flight=in_flight)
         if not in_flight and self._scheduler.is_resting():
             self._rest()
-        for message in self._messages():
+        for message in self._tap(self._messages()):
             self._handlers[type(message)](message)
         self._quiesce.serve(in_flight=in_flight)
 
@@ -95,12 +101,15 @@ class Control:
         self._receiver.wait(max(min(IDLE_WAIT, self._next_due() - self._now()), 0.0))
 
     def _messages(self) -> list[ToScheduler]:
-        """What has arrived, after a tick if one is due."""
-        now = self._now()
-        if now < self._ticked + TICK_INTERVAL and now < self._next_due():
-            return self._receiver.receive_all()
-        self._ticked = now
-        return [Tick(now=now), *self._receiver.receive_all()]
+        """What has arrived, behind what this rank has to say itself: a tick if one is due, a new pace."""
+        now, own = self._now(), []
+        if now >= min(self._ticked + TICK_INTERVAL, self._next_due()):
+            self._ticked = now
+            own.append(Tick(now=now))
+        chunk = self._pace.news() if self._pace else None
+        if chunk is not None:
+            own.append(SetPace(chunk=chunk))
+        return [*own, *self._receiver.receive_all()]
 
     def _now(self) -> float:
         return self._clock() - self._begin
@@ -110,6 +119,9 @@ class Control:
 
     def _tick(self, message: Tick) -> None:
         self._scheduler.tick(message.now)
+
+    def _set_pace(self, message: SetPace) -> None:
+        self._scheduler.planner.limits.shared_chunk = message.chunk
 
     def _on_idle(self) -> None:
         if self._checked:
@@ -153,6 +165,17 @@ class Control:
 
     def _shutdown(self, message: ShutdownReq) -> None:
         self.shutdown = True
+
+
+def _make_pace(scheduler: Scheduler, config: SchedulerConfig) -> PrefillPace | None:
+    """The pace that keeps config.target_itl_ms, fed by the steps of the scheduler."""
+    if config.target_itl_ms is None:
+        return None
+    limits = scheduler.planner.limits
+    max_chunk = limits.chunked_prefill_size or limits.max_prefill_tokens
+    pace = PrefillPace(config.target_itl_ms / 1e3, max_chunk=max_chunk, page_size=scheduler.memory.allocator.page_size)
+    scheduler.stats.on_step = pace.observe
+    return pace
 
 
 def state_of(scheduler: Scheduler) -> dict[str, Any]:

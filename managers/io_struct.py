@@ -134,6 +134,12 @@ class ExplainCacheReq(Message):
     cache_salt: str = ""
 
 
+class SetPace(Message):
+    """Made by rank 0 for itself: from now on at most so many prompt tokens in a step in which requests decode."""
+
+    chunk: int
+
+
 class ShutdownReq(Message):
     """Leave the loop and exit with status 0."""
 

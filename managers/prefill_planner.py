@@ -39,7 +39,7 @@ class Memory:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillLimits:
-    """What one prefill step may hold.
+    """What one prefill step may hold. shared_chunk: tokens of a prompt beside requests that decode, None: no other limit.
 
     chunked_prefill_size: a multiple of the page size; None: prompts are never split. mixed: decode in the same step.
     decode_interval: decode steps between two prefill steps while anything decodes.
@@ -50,6 +50,7 @@ class PrefillLimits:
     max_requests: int | None = None
     mixed: bool = False
     decode_interval: int = 0
+    shared_chunk: int | None = None
 
 
 @dataclass(slots=True)
@@ -124,16 +125,25 @@ class PrefillPlanner:
             return {}
         return Counter(self._memory.table.req(row).routing_key for row in running.tolist())
 
+    def _chunk(self, num_running: int) -> int | None:
+        """Most prompt tokens of the next step. A chunk that is paced leaves out of account what decodes beside it."""
+        limits, page_size = self.limits, self._memory.allocator.page_size
+        whole = limits.chunked_prefill_size
+        if whole is not None and limits.mixed:
+            whole = max(whole - num_running, page_size)
+        if limits.shared_chunk is None or not num_running:
+            return whole
+        return limits.shared_chunk if whole is None else min(whole, limits.shared_chunk)
+
     def _budget(self, running: np.ndarray) -> PrefillBudget:
         memory, table, limits = self._memory, self._memory.table, self.limits
         rest = np.minimum(table.limits[running] - table.launched_lens[running], CLIP_MAX_NEW_TOKENS)
         mixed = len(running) if limits.mixed else 0
-        chunk = limits.chunked_prefill_size
         return PrefillBudget(
             free_tokens=memory.allocator.available + memory.cache.evictable_size,
             reserved_tokens=float(rest.sum()) * self._ratio.value + mixed * memory.allocator.page_size,
             input_tokens=limits.max_prefill_tokens - mixed,
-            chunk_tokens=None if chunk is None else max(chunk - mixed, memory.allocator.page_size),
+            chunk_tokens=self._chunk(len(running)),
             rows=min(table.pool.available, limits.max_requests or table.pool.available),
             page_size=memory.allocator.page_size,
         )

@@ -101,6 +101,9 @@ class Scheduler:
             )
             self.results.fail(batch, reason)
         else:
+            num_decode = len(batch.rows) - batch.num_prefill
+            num_prefill_tokens = len(batch.step.input_ids) - num_decode
+            self.stats.step(output.elapsed, num_prefill_tokens=num_prefill_tokens, num_decode_rows=num_decode)
             self.results.absorb(batch, output)
 
     # --- requests come and go

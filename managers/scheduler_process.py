@@ -23,9 +23,11 @@ from ..model_executor.step import Runner
 from .config import SchedulerConfig, SchedulerInfo
 from .control import Control
 from .deadlines import Timers
+from .decision_file import DecisionFile, NoFile, Subject, write_crash
+from .decision_log import Recorder
 from .event_loop import EventLoop, NormalLoop, OverlapLoop
 from .faults import Faults
-from .io_struct import Heartbeat, ToScheduler
+from .io_struct import Heartbeat, TokenOutput, ToScheduler
 from .ipc import Receiver, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
@@ -63,16 +65,34 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
     tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     info, memory = build_memory(config, runner, tokenizer)
     to_detokenizer = Sender(context, config.ipc.detokenizer)
-    scheduler = build_scheduler(config, info, memory, runner, to_detokenizer.send)
+    recorder: Recorder | None = None
+
+    def send(output: TokenOutput) -> None:
+        if recorder is not None:
+            recorder.sent(output)
+        to_detokenizer.send(output)
+
+    scheduler = build_scheduler(config, info, memory, runner, send)
+    subject = Subject(config, info, memory.table.eos_mask, scheduler.faults)
+    sink = DecisionFile(config.record_decisions, subject) if config.record_decisions else NoFile()
+    recorder = Recorder(scheduler, sink)
     receiver: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
-    control = Control(scheduler, receiver, Sender(context, config.ipc.tokenizer).send, tokenizer, config)
-    loop: EventLoop = OverlapLoop(scheduler, control.receive) if info.overlap else NormalLoop(scheduler, control.receive)
+    control = Control(scheduler, receiver, Sender(context, config.ipc.tokenizer).send, tokenizer, config, tap=recorder.take)
+    loop: EventLoop = OverlapLoop(recorder, control.receive) if info.overlap else NormalLoop(recorder, control.receive)
     pulse = Pulse(scheduler)
     threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
     ready(msgspec.to_builtins(info))
-    while not control.shutdown:
-        pulse.turned()
-        loop.turn()
+    try:
+        while not control.shutdown:
+            pulse.turned()
+            loop.turn()
+    except Exception as error:
+        if config.crash_dump_folder:
+            recorder.end_turn()
+            write_crash(config.crash_dump_folder, subject, recorder.ring, error)
+        raise
+    finally:
+        recorder.close()
 
 
 def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) -> tuple[SchedulerInfo, Memory]:
@@ -130,7 +150,7 @@ def build_scheduler(
             max_prefill_tokens=config.max_prefill_tokens,
             chunked_prefill_size=info.chunked_prefill_size,
             max_requests=config.prefill_max_requests,
-            mixed=config.enable_mixed_chunk,
+            mixed=config.enable_mixed_chunk or config.target_itl_ms is not None,
             decode_interval=config.prefill_decode_interval,
         ),
         ratio=NewTokenRatio.create(config.schedule_conservativeness),

@@ -40,9 +40,15 @@ class SchedulerStats:
     num_refused: int = 0  # the queue was full
     gen_throughput: float = 0.0  # output tokens per second over the last log interval
     loads: Callable[[], Loads] = field(default=lambda: Loads(0, 0, 0, 0))
+    on_step: Callable[[float, int, int], None] | None = None  # told of seconds, prompt tokens and decoding rows of each step
     waiting_since: float = 0.0  # when the wait for the forward step under way began, 0 if there is none
     _interval_start: float = field(default_factory=time.monotonic)
     _interval_tokens: int = 0
+
+    def step(self, elapsed: float, *, num_prefill_tokens: int, num_decode_rows: int) -> None:
+        """A step's results are here; it took ``elapsed`` seconds on the device."""
+        if self.on_step:
+            self.on_step(elapsed, num_prefill_tokens, num_decode_rows)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from .step import StepHandle, StepOutput
+from .step import StepHandle, StepOutput, timed_step
 from .worker import Handle, InlineWorker, ThreadWorker, Worker
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class CpuDevice:
         return self._worker.submit(call).wait()
 
     def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
-        return self._worker.submit(lambda: StepOutput(call().numpy()))
+        return self._worker.submit(lambda: timed_step(lambda: call().numpy()))
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -91,11 +91,12 @@ class CudaDevice:
 
     def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
         handle: Handle[StepOutput] = Handle()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            begin.record(self._stream)
             handle.run(lambda: StepOutput(_download(call()).numpy()))
-            event.record(self._stream)
-        return _CudaStepHandle(handle, event)
+            end.record(self._stream)
+        return _CudaStepHandle(handle, begin, end)
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
@@ -105,15 +106,17 @@ class CudaDevice:
 
 
 class _CudaStepHandle:
-    def __init__(self, handle: Handle[StepOutput], event: torch.cuda.Event) -> None:
-        self._handle, self._event = handle, event
+    def __init__(self, handle: Handle[StepOutput], begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
+        self._handle, self._begin, self._end = handle, begin, end
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._end.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> StepOutput:
-        self._event.synchronize()
-        return self._handle.wait()
+        self._end.synchronize()
+        output = self._handle.wait()
+        output.elapsed = self._begin.elapsed_time(self._end) / 1e3  # type: ignore[no-untyped-call]
+        return output
 
 
 def _download(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import json
 import numpy as np
 
 from .model_config import load_model_config
-from .step import ModelInfo, RunnerConfig, StepHandle, StepInput, StepOutput
+from .step import ModelInfo, RunnerConfig, StepHandle, StepInput, timed_step
 from .worker import InlineWorker, ThreadWorker, Worker
 
 DEFAULT_SLOTS = 65536
@@ -53,12 +53,12 @@ class OracleRunner:
         self._sampled = np.zeros(req_to_token.shape[0], np.int64)  # the newest token of each row, for placeholders
 
     def launch(self, step: StepInput) -> StepHandle:
-        return self._worker.submit(lambda: self._run(step))
+        return self._worker.submit(lambda: timed_step(lambda: self._run(step)))
 
     def close(self) -> None:
         self._worker.close()
 
-    def _run(self, step: StepInput) -> StepOutput:
+    def _run(self, step: StepInput) -> np.ndarray:
         input_ids = np.where(step.input_ids < 0, self._sampled[np.maximum(-step.input_ids, 0)], step.input_ids)
         if len(input_ids) and not (input_ids.min() >= 0 and input_ids.max() < self.info.vocab_size):
             raise IndexError("an input id is outside the vocabulary")
@@ -67,7 +67,7 @@ class OracleRunner:
         next_ids = np.fromiter((self._next(ids) for ids in contexts), np.int64, len(step.sample_index))
         self._avoid_banned(step, next_ids)
         self._sampled[step.rows[step.sample_index]] = next_ids
-        return StepOutput(next_ids=next_ids)
+        return next_ids
 
     def _context(self, row: int, length: int) -> np.ndarray:
         ids: np.ndarray = self._slots[self._req_to_token[row, :length]]

@@ -9,6 +9,8 @@ Legend: B requests of the step, T tokens computed in the step, S requests that s
 from __future__ import annotations
 
 import enum
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,6 +53,14 @@ class StepOutput:
     """Results of one step on the host."""
 
     next_ids: np.ndarray  # int64 [S]; -1 where the row's logits were not finite: that request fails, the others go on
+    elapsed: float = 0.0  # seconds that the step took on the device
+
+
+def timed_step(call: Callable[[], np.ndarray]) -> StepOutput:
+    """Run a step on the host; ``call`` returns the ids that it samples."""
+    start = time.perf_counter()
+    next_ids = call()
+    return StepOutput(next_ids=next_ids, elapsed=time.perf_counter() - start)
 
 
 class StepHandle(Protocol):

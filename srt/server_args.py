@@ -26,6 +26,7 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
+Milliseconds = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -96,6 +97,12 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     prefill_decode_interval: Annotated[
         NotNegative, Meta(description="Decode steps between two prefill steps while anything decodes")
     ] = 0
+    target_itl_ms: Annotated[
+        Milliseconds | None,
+        Meta(
+            description="Inter-token latency that streams should keep while prompts are computed beside them; implies mixed chunks"
+        ),
+    ] = None
     schedule_policy: Annotated[
         Literal["fcfs", "lpm", "dfs-weight", "lof", "random", "routing-key", "hrrn", "shortest-prefill-first", "priority"],
         Meta(
@@ -167,6 +174,14 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     # Logs and checks
     log_level: Annotated[LogLevel, Meta(description="Level of the log of all processes")] = "info"
     log_level_http: Annotated[LogLevel | None, Meta(description="Level of the log of HTTP requests; unset: warning")] = None
+    record_decisions: Annotated[
+        str | None,
+        Meta(description="Write every decision of the scheduler to this file, for `banyan replay`; no text, no true token ids"),
+    ] = None
+    record_prompts: Annotated[bool, Meta(description="Records and crash dumps hold prompts, outputs and names as they are")] = False
+    crash_dump_folder: Annotated[
+        str | None, Meta(description="Folder for the last 200 turns of a scheduler that dies; unset: none are written")
+    ] = None
     log_requests: Annotated[bool, Meta(description="Log each request with its parameters (not its text)")] = False
     decode_log_interval: Annotated[Positive, Meta(description="Decode steps between two log lines")] = 40
     strict: Annotated[bool, Meta(description="A breach of the KV slot invariant ends the server instead of being repaired")] = False
@@ -245,6 +260,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             prefill_max_requests=self.prefill_max_requests,
             enable_mixed_chunk=self.enable_mixed_chunk,
             prefill_decode_interval=self.prefill_decode_interval,
+            target_itl_ms=self.target_itl_ms,
             enable_priority_scheduling=self.enable_priority_scheduling,
             schedule_low_priority_values_first=self.schedule_low_priority_values_first,
             default_priority_value=self.default_priority_value,
@@ -264,6 +280,9 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             weight_version=self.weight_version,
             decode_log_interval=self.decode_log_interval,
             strict=self.strict,
+            record_decisions=self.record_decisions,
+            record_prompts=self.record_prompts,
+            crash_dump_folder=self.crash_dump_folder,
             log_level=self.log_level,
         )
 

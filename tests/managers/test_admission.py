@@ -158,3 +158,20 @@ def test_no_one_starves(make: Any) -> None:
     assert "poor" in harness.reasons
     assert len(np.unique(list(harness.reasons))) == len(harness.reasons)
     harness.drain()
+
+
+def test_a_paced_chunk_bounds_prompts_only_beside_streams(make: Any) -> None:
+    harness = make(target_itl_ms=50, chunked_prefill_size=256)
+    harness.scheduler.planner.limits.shared_chunk = 32
+    steps = Steps(harness)
+    harness.submit("alone", prompt_of(3, 200), max_new_tokens=1)
+    harness.drain()
+    assert len(steps[0].input_ids) == 200
+    harness.submit("a", prompt_of(1, 20), max_new_tokens=30, ignore_eos=True)
+    harness.turn(3)
+    del steps[:]
+    harness.submit("long", prompt_of(2, 128))
+    harness.turn(4)
+    assert [len(step.input_ids) for step in steps] == [33] * 4
+    harness.drain()
+    assert harness.ids["long"] == expected(prompt_of(2, 128), 8)
