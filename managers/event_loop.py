@@ -7,7 +7,19 @@ from typing import Protocol
 
 from ..model_executor.step import StepHandle
 from .schedule_batch import ScheduleBatch
-from .scheduler import Scheduler
+
+
+class Verbs(Protocol):
+    """What a loop does with a scheduler; see Scheduler."""
+
+    def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
+        """The next step, or None."""
+
+    def launch(self, batch: ScheduleBatch) -> StepHandle:
+        """Start the step."""
+
+    def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
+        """Wait for the step and take its results in."""
 
 
 class EventLoop(Protocol):
@@ -23,7 +35,7 @@ class EventLoop(Protocol):
 class NormalLoop:
     """Each step's results are taken in before the next step is decided."""
 
-    def __init__(self, scheduler: Scheduler, receive: Callable[[bool], None]) -> None:
+    def __init__(self, scheduler: Verbs, receive: Callable[[bool], None]) -> None:
         self._scheduler = scheduler
         self._receive = receive
 
@@ -38,7 +50,7 @@ class NormalLoop:
 class OverlapLoop:
     """Step N is launched before the results of step N-1 are taken in, so that the host works while the device does."""
 
-    def __init__(self, scheduler: Scheduler, receive: Callable[[bool], None]) -> None:
+    def __init__(self, scheduler: Verbs, receive: Callable[[bool], None]) -> None:
         self._scheduler = scheduler
         self._receive = receive
         self._pending: tuple[ScheduleBatch, StepHandle] | None = None

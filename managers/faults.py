@@ -37,6 +37,11 @@ class Faults:
             values[name] = float(number)
         return cls(values)
 
+    @property
+    def values(self) -> dict[str, float]:
+        """All faults that are on."""
+        return dict(self._values)
+
     def value(self, name: str) -> float:
         """The number given for a fault, 0 if it is off."""
         return self._values.get(name, 0.0)

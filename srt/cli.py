@@ -40,7 +40,7 @@ def _fail(error: Exception) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(prog="banyan", description="A serving engine for language models.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,fetch,version}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,fetch,replay,version}")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP.")
     serve.set_defaults(run=_serve)
@@ -55,6 +55,14 @@ def make_parser() -> argparse.ArgumentParser:
     fetch.add_argument("model", nargs="?", default="smollm2", help="alias or hub id (default: smollm2)")
     fetch.add_argument("--revision", help="branch, tag or commit of a model from the hub")
     fetch.add_argument("--download-dir", help="folder for downloaded models, if not the user's cache folder")
+
+    replay = commands.add_parser(
+        "replay",
+        help="check a record of decisions",
+        description="Take the decisions in a file of --record-decisions again, and show the first that is different now.",
+    )
+    replay.set_defaults(run=_replay)
+    replay.add_argument("file", help="the recorded file, or a crash dump that goes back to the start")
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
@@ -79,6 +87,16 @@ def _fetch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     print(resolve_model(options.model, options.revision, options.download_dir).path)
     return 0
+
+
+def _replay(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from ..managers.replay import replay
+
+    result = replay(options.file)
+    print(f"{result.num_turns} turns checked, {'no difference' if result.difference is None else 'a difference'}")
+    for text in filter(None, (result.note, result.difference)):
+        print(text)
+    return 0 if result.difference is None else 1
 
 
 def _version(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
