@@ -152,7 +152,9 @@ class _Life:
         """Go on listening until what runs has finished: new requests are told 503 and may turn to another server."""
         deadline = time.monotonic() + DRAIN_SECONDS
         await tm.wait_idle(DRAIN_SECONDS)
-        self._server.stop(at_once=time.monotonic() >= deadline)
+        self._server.stop()
+        await asyncio.sleep(deadline - time.monotonic())  # for clients that read slowly
+        self._server.stop(at_once=True)
 
     async def _stop_engine(self) -> None:
         tm, launched = self._state.tm, self._launched
