@@ -113,8 +113,8 @@ class _Life:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
-        tm.start_loop()
         self._state.attach(tm)
+        tm.start_loop()
         loop = asyncio.get_running_loop()
 
         def on_death(error: EngineDeadError) -> None:
@@ -161,7 +161,8 @@ class _Life:
         if tm is not None and self._death is None:
             tm.begin_shutdown()
         if launched is not None:
-            await asyncio.to_thread(launched.stop, STOP_SECONDS if self._death is None else 0.0)
+            told = tm is not None and self._death is None
+            await asyncio.to_thread(launched.stop, STOP_SECONDS if told else 0.0)
         if tm is not None:
             await tm.close()
 
