@@ -54,10 +54,14 @@ class PrefillBudget:
         return num_tokens // self.page_size * self.page_size
 
     def fits(self, candidate: Candidate) -> bool:
-        """Whether all of the candidate, with its output, fits beside what runs and what was admitted before it."""
-        extend = self.ceil_page(candidate.num_tokens - candidate.prefix_len)
-        new = min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS)
-        return extend + new + self.page_size <= self.free_tokens - self.reserved_tokens - candidate.pinned
+        """Whether all of the candidate, with its output, fits beside what runs and what was admitted before it.
+
+        Prompt and output are rounded up to pages together, so that a request that fits an empty pool fits it after any
+        retraction too: it would wait for ever otherwise.
+        """
+        total = self.ceil_page(candidate.num_tokens + min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS))
+        need = total - candidate.prefix_len + self.page_size
+        return need <= self.free_tokens - self.reserved_tokens - candidate.pinned
 
     def spend(self, candidate: Candidate, extend_len: int, *, final: bool) -> None:
         """Take an admission out of the budget."""
