@@ -101,9 +101,7 @@ def test_no_part_of_a_stop_string_is_streamed(plain: Server, tokenizer: Tokenize
         ([], "ab", "ab", EOS),
     ],
 )
-def test_several_stop_strings(
-    plain: Server, tokenizer: Tokenizer, stops: list[str], answer: str, text: str, matched: Any
-) -> None:
+def test_several_stop_strings(plain: Server, tokenizer: Tokenizer, stops: list[str], answer: str, text: str, matched: Any) -> None:
     ids = tokenizer.encode(answer)
     for interval in (1, 2):
         texts, _, meta = deltas(plain, ids, interval, stop=stops)
