@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import zmq
 
 from .config import DetokenizerConfig
 from .detokenizer import Detokenizer
+from .faults import Faults
 from .io_struct import ShutdownReq, ToDetokenizer
 from .ipc import Receiver, Sender
 from .tokenizer import Tokenizer
@@ -17,10 +20,12 @@ from .tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL = 1.0  # seconds; only bounds how long one wait lasts
+EXIT_FAULT = 70  # status of a death that was asked for
 
 
 def run_detokenizer(config: DetokenizerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Serve until a ShutdownReq arrives. ``ready`` is called once the socket is bound. Raises StartError."""
+    faults = Faults.from_env()
     tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     detokenizer = Detokenizer(tokenizer)
     _ = tokenizer.byte_table  # built now, not with the first token
@@ -31,7 +36,7 @@ def run_detokenizer(config: DetokenizerConfig, ready: Callable[[dict[str, Any]],
         ready({})
         while True:
             receiver.wait(POLL_INTERVAL)
-            if not _serve(receiver.receive_all(), detokenizer, sender):
+            if not _serve(receiver.receive_all(), detokenizer, sender, faults):
                 return
     finally:
         receiver.close()
@@ -39,11 +44,12 @@ def run_detokenizer(config: DetokenizerConfig, ready: Callable[[dict[str, Any]],
         context.term()
 
 
-def _serve(messages: list[ToDetokenizer], detokenizer: Detokenizer, sender: Sender) -> bool:
+def _serve(messages: list[ToDetokenizer], detokenizer: Detokenizer, sender: Sender, faults: Faults) -> bool:
     """Handle what has arrived; False after a ShutdownReq."""
     for message in messages:
         if isinstance(message, ShutdownReq):
             return False
+        _inject(faults)
         try:
             text = detokenizer.process(message)
         except ValueError:
@@ -52,3 +58,11 @@ def _serve(messages: list[ToDetokenizer], detokenizer: Detokenizer, sender: Send
         if text.rids:
             sender.send(text)
     return True
+
+
+def _inject(faults: Faults) -> None:
+    """Carry out the faults that BANYAN_FAULTS asks of the detokenizer."""
+    if delay := faults.value("detokenizer_delay"):
+        time.sleep(delay)
+    if faults.at("detokenizer_die"):
+        os._exit(EXIT_FAULT)

@@ -83,7 +83,7 @@ def read_gguf_vocabulary(path: str) -> GGUFVocabulary:
     try:
         metadata = GGUFFile(path).metadata
     except (GGUFError, OSError) as error:
-        raise StartError(f"{path}: {error}") from None
+        raise StartError(str(error)) from None  # names the path
     return vocabulary_of(metadata, path)
 
 

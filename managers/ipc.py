@@ -5,9 +5,12 @@ A link has one reader, which binds, and any number of writers, which connect.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -15,6 +18,9 @@ import zmq
 import zmq.asyncio
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 107 with the terminator
+PREFIX = "banyan-"
+
+_locks: dict[str, int] = {}  # descriptors of the locks that this process holds, by directory
 
 T = TypeVar("T")
 
@@ -29,17 +35,55 @@ class IpcNames(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def create(cls) -> IpcNames:
-        """Make a fresh directory, mode 0700, and name the sockets in it. ``remove`` deletes it."""
-        directory = tempfile.mkdtemp(prefix="banyan-")
+        """Make a fresh directory, mode 0700, and name the sockets in it. ``remove`` deletes it.
+
+        What engines that were killed with all their processes left behind is deleted first: this process holds a lock in its
+        directory as long as it lives, so a lock that can be taken is a dead engine's.
+        """
+        directory = tempfile.mkdtemp(prefix=PREFIX)
         if len(os.fsencode(directory)) > MAX_SOCKET_PATH - len("/detokenizer"):
             os.rmdir(directory)
-            directory = tempfile.mkdtemp(prefix="banyan-", dir="/tmp")
+            directory = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
+        _sweep(Path(directory).parent)
+        _lock(directory)
         names = {name: f"ipc://{directory}/{name}" for name in ("scheduler", "detokenizer", "tokenizer")}
         return cls(directory=directory, **names)
 
     def remove(self) -> None:
         """Delete the directory and the socket files in it. Idempotent."""
         shutil.rmtree(self.directory, ignore_errors=True)
+        if self.directory in _locks:
+            os.close(_locks.pop(self.directory))
+
+
+def _lock(directory: str) -> None:
+    """Hold a lock in the directory until this process ends. It gets its name when it is held, so nobody finds it free before."""
+    draft = os.path.join(directory, "draft")
+    lock = os.open(draft, os.O_CREAT | os.O_RDWR, 0o600)
+    with contextlib.suppress(OSError):  # a file system without locks: nothing is swept there
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(draft, os.path.join(directory, "lock"))
+    _locks[directory] = lock
+
+
+def _sweep(parent: Path) -> None:
+    """Delete the directories of dead engines of this user."""
+    for directory in parent.glob(PREFIX + "*"):
+        with contextlib.suppress(OSError):  # somebody else deletes it, or it is another user's
+            if directory.lstat().st_uid == os.getuid() and _is_dead(directory):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_dead(directory: Path) -> bool:
+    """Raises OSError if there is no lock to ask."""
+    lock = os.open(directory / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 class Sender:

@@ -59,9 +59,13 @@ class PrefillBudget:
         return self.free_tokens - self.reserved_tokens
 
     def need(self, candidate: Candidate) -> int:
-        """Tokens that all of the candidate, with its output, takes out of the room."""
-        extend = self.ceil_page(candidate.num_tokens - candidate.prefix_len)
-        return extend + min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS) + self.page_size + candidate.pinned
+        """Tokens that all of the candidate, with its output, takes out of the room.
+
+        Prompt and output are rounded up to pages together, so that a request that fits an empty pool fits it after any
+        retraction too: it would wait for ever otherwise.
+        """
+        total = self.ceil_page(candidate.num_tokens + min(candidate.max_new_tokens, CLIP_MAX_NEW_TOKENS))
+        return total - candidate.prefix_len + self.page_size + candidate.pinned
 
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits beside what runs and what was admitted before it."""

@@ -79,7 +79,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         try:
             params = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as error:
-            raise RequestError(f"sampling_params: {error}", param="sampling_params") from None
+            name = str(error).partition("`$.")[2].split("`")[0].split("[")[0]
+            raise RequestError(f"sampling_params: {error}", param=name or "sampling_params") from None
         params._check_ranges()
         params._check_stops(vocab_size)
         return params

@@ -91,15 +91,6 @@ def max_running_requests(max_total_tokens: int, context_len: int, *, user_limit:
     return max(1, min(limit, max_total_tokens // 2))
 
 
-def admission_cost(extend_len: int, max_new_tokens: int, page_size: int) -> int:
-    """Tokens that admission sets aside for a request: ceil_page(extend_len) + max_new_tokens + page.
-
-    Admission wants this to be less than what is free or evictable, so a request fits the empty pool iff it is less than
-    max_total_tokens.
-    """
-    return ceil_page(extend_len, page_size) + max_new_tokens + page_size
-
-
 def max_req_len(context_len: int, max_total_tokens: int, page_size: int) -> int:
     """Longest prompt + output the pool can ever hold: min(context_len, max_total_tokens - page - 1), at least 0."""
     return max(0, min(context_len, max_total_tokens - page_size - 1))
@@ -108,18 +99,3 @@ def max_req_len(context_len: int, max_total_tokens: int, page_size: int) -> int:
 def max_prompt_len(context_len: int, max_total_tokens: int, page_size: int) -> int:
     """Longest prompt that leaves room for one token: min(context_len - 1, floor_page(max_total_tokens - page - 2)), at least 0."""
     return max(0, min(context_len - 1, floor_page(max_total_tokens - page_size - 2, page_size)))
-
-
-def max_output_len(prompt_len: int, *, context_len: int, max_total_tokens: int, page_size: int) -> int:
-    """Most new tokens after such a prompt, at least 0.
-
-    min(context_len - prompt_len, max_total_tokens - ceil_page(prompt_len) - page - 1).
-    """
-    by_pool = max_total_tokens - admission_cost(prompt_len, 0, page_size) - 1
-    return max(0, min(context_len - prompt_len, by_pool))
-
-
-def fits(prompt_len: int, max_new_tokens: int, *, context_len: int, max_total_tokens: int, page_size: int) -> bool:
-    """Whether a request can ever run: prompt + output <= context_len and its admission_cost < max_total_tokens."""
-    in_context = prompt_len + max_new_tokens <= context_len
-    return in_context and admission_cost(prompt_len, max_new_tokens, page_size) < max_total_tokens

@@ -117,8 +117,8 @@ class Runner(Protocol):
         """Slots that fit into the memory left for KV (or config.max_total_tokens), a multiple of the page size."""
 
     def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
-        """Allocate KV for slots [0, num_slots + page_size); page 0 is scratch. req_to_token is int32 [rows + 1, width], read at each
-        step; on CPU the array itself is read, without a copy."""
+        """Allocate KV for slots [0, num_slots + page_size); page 0 is scratch. req_to_token is int32 [rows + 1, width], read at
+        each step; on CPU the array itself is read, without a copy."""
 
     def launch(self, step: StepInput) -> StepHandle:
         """Enqueue one step. The arrays of ``step`` belong to the runner from here on."""

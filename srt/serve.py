@@ -113,8 +113,8 @@ class _Life:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
-        tm.start_loop()
         self._state.attach(tm)
+        tm.start_loop()
         loop = asyncio.get_running_loop()
 
         def on_death(error: EngineDeadError) -> None:
@@ -152,14 +152,17 @@ class _Life:
         """Go on listening until what runs has finished: new requests are told 503 and may turn to another server."""
         deadline = time.monotonic() + DRAIN_SECONDS
         await tm.wait_idle(DRAIN_SECONDS)
-        self._server.stop(at_once=time.monotonic() >= deadline)
+        self._server.stop()
+        await asyncio.sleep(deadline - time.monotonic())  # for clients that read slowly
+        self._server.stop(at_once=True)
 
     async def _stop_engine(self) -> None:
         tm, launched = self._state.tm, self._launched
         if tm is not None and self._death is None:
             tm.begin_shutdown()
         if launched is not None:
-            await asyncio.to_thread(launched.stop, STOP_SECONDS if self._death is None else 0.0)
+            told = tm is not None and self._death is None
+            await asyncio.to_thread(launched.stop, STOP_SECONDS if told else 0.0)
         if tm is not None:
             await tm.close()
 

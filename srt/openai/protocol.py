@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from ...managers.errors import RequestError
 from ...managers.io_struct import CacheHint
@@ -39,7 +39,10 @@ def _short(value: Any) -> Any:
     return value
 
 
-Prompt = Annotated[Any, BeforeValidator(_short)]
+_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXTS = {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}}
+PROMPT_SCHEMA = {"anyOf": [{"type": "string", "minLength": 1}, _TEXTS, _IDS, {"type": "array", "minItems": 1, "items": _IDS}]}
+Prompt = Annotated[Any, BeforeValidator(_short), WithJsonSchema(PROMPT_SCHEMA)]
 Stop = str | list[str]
 
 

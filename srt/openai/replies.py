@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The same error in the words of another route."""
     message = error.message
     for ours, theirs in names.items():
-        message = message.replace(ours, theirs)
+        message = re.sub(rf"\b{ours}\b", theirs, message)
     param = names.get(error.param, error.param) if error.param is not None else None
     return RequestError(message, param=param, status_code=error.status_code, err_type=error.err_type)
 

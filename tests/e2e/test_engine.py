@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import json
 import os
 import random
 import signal
@@ -20,21 +19,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from harness import CONFIG, EOS, SCRIPT
+
 from banyan import Engine, EngineDeadError, RequestError, StartError
 from banyan.managers.ipc import IpcNames
-from harness import CONFIG, EOS, SCRIPT
-from tiny_tokenizers import byte_level_folder
 
 DEADLINE = 30.0
 LONG = {"max_new_tokens": 3900, "ignore_eos": True, "temperature": 0}
 FOUR = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = byte_level_folder(tmp_path_factory.mktemp("model"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return str(folder)
 
 
 def start(model: str, **options: Any) -> Engine:

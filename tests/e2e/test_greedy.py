@@ -33,7 +33,7 @@ PROMPTS = [
     "Dear Sir or Madam,\n\nI am writing to",
     "import numpy as np\n\n# invert a matrix\n",
     "The quick brown fox",
-    "{\"name\": \"Ada\", \"born\":",
+    '{"name": "Ada", "born":',
     "To bake bread you need flour, water, salt and",
     STORY * 6 + "In the end, the daughter",
     STORY * 12 + "One morning, the boats",
@@ -76,11 +76,12 @@ def test_twenty_prompts_equal_transformers(alias: str) -> None:
     model = Model(alias)
     assert max(map(len, model.prompts)) > 600, "one prompt is longer than Gemma's window"
     runner = model.runner(overlap=True, page_size=1)
-    outputs = generate(model.harness(runner, overlap=True, page_size=1, max_running_requests=20), model.prompts, 64)
+    harness = model.harness(runner, overlap=True, page_size=1, max_running_requests=20, total=8192)
+    outputs = generate(harness, model.prompts, 64)
     runner.close()
     reference = load_reference(model.path)
     for prompt, output in zip(model.prompts, outputs, strict=True):
-        assert len(output) == 64 or output[-1] in reference.generation_config.eos_token_id_list
+        assert len(output) == 64 or output[-1] in harness.info.model.eos_token_ids
         assert worst_gap(reference, prompt, output) <= TIE
 
 
@@ -96,7 +97,9 @@ def expected(smollm2: Model) -> list[list[int]]:
     return outputs
 
 
-@pytest.fixture(scope="module", params=itertools.product([False, True], [1, 16]), ids=lambda p: f"{'overlap' if p[0] else 'normal'}-{p[1]}")
+@pytest.fixture(
+    scope="module", params=itertools.product([False, True], [1, 16]), ids=lambda p: f"{'overlap' if p[0] else 'normal'}-{p[1]}"
+)
 def mode(request: pytest.FixtureRequest, smollm2: Model) -> Iterator[tuple[bool, int, Runner]]:
     overlap, page_size = request.param
     runner = smollm2.runner(overlap=overlap, page_size=page_size)

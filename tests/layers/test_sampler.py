@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from banyan.layers.rng import uniforms
 from banyan.layers.sampler import FAILED, sample
 from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 
 def params(n: int, *, temperature=1.0, top_p=1.0, top_k=TOP_K_ALL, min_p=0.0, seed=0, position=0, banned=()) -> SamplingInput:
@@ -91,7 +92,11 @@ def test_large_vocabulary_takes_both_paths_alike():
         seed=np.arange(24),
     )
     few = sample(logits.clone(), p, num_candidates=64)
-    assert few.tolist() == sample(logits.clone(), p, num_candidates=1024).tolist() == sample(logits.clone(), p, num_candidates=5000).tolist()
+    assert (
+        few.tolist()
+        == sample(logits.clone(), p, num_candidates=1024).tolist()
+        == sample(logits.clone(), p, num_candidates=5000).tolist()
+    )
     assert few.tolist() == [naive(logits[row].numpy(), p, row)[0] for row in range(24)]
 
 

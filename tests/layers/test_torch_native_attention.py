@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from banyan.layers.attention import torch_native
 from banyan.layers.attention.attention import Attention
 from banyan.layers.attention.base import AttentionSpec
@@ -75,7 +76,9 @@ def test_equals_the_naive_reference(lens, window, soft_cap, small_blocks, monkey
         monkeypatch.setattr(torch_native, "PADDED_MAX_LEN", 10)
     rng = np.random.default_rng(0)
     batch = make_batch(*lens, rng, num_slots=128)
-    pool = KVPool(num_slots=128, page_size=1, num_layers=2, num_kv_heads=K, head_dim=D, dtype=torch.float32, device=torch.device("cpu"))
+    pool = KVPool(
+        num_slots=128, page_size=1, num_layers=2, num_kv_heads=K, head_dim=D, dtype=torch.float32, device=torch.device("cpu")
+    )
     for layer_id in range(2):
         everywhere = torch.arange(1, 129)
         noise = torch.from_numpy(rng.standard_normal((2, 128, K, D)).astype(np.float32))
@@ -104,7 +107,9 @@ def test_equals_the_naive_reference(lens, window, soft_cap, small_blocks, monkey
 
 def test_long_requests_grow_the_mask():
     rng = np.random.default_rng(1)
-    pool = KVPool(num_slots=1024, page_size=1, num_layers=1, num_kv_heads=K, head_dim=D, dtype=torch.float32, device=torch.device("cpu"))
+    pool = KVPool(
+        num_slots=1024, page_size=1, num_layers=1, num_kv_heads=K, head_dim=D, dtype=torch.float32, device=torch.device("cpu")
+    )
     backend = attention_backend("torch_native")(pool)
     layer = AttentionSpec(layer_id=0, num_heads=H, num_kv_heads=K, head_dim=D, scale=0.3)
     for length in (40, 700):

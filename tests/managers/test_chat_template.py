@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_tokenizers import byte_level_folder
+
 from banyan.managers import chat_template
 from banyan.managers.chat_template import RESERVED_KWARGS, ChatTemplate
 from banyan.managers.errors import RequestError, StartError
 from banyan.managers.tokenizer import Tokenizer
-from tiny_tokenizers import byte_level_folder
 
 SIMPLE = (
     "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] + '</>' }}{% endfor %}"

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import byte_fallback_folder, byte_level_folder, metaspace_folder
+
 from banyan.managers.detokenizer import Detokenizer, StopChecker, TextDecoder
 from banyan.managers.io_struct import DecodeOptions, FinishReason, TextOutput, TokenOutput, pack_ids, unpack_ids
 from banyan.managers.sampling_params import SamplingParams
 from banyan.managers.tokenizer import Tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tiny_tokenizers import byte_fallback_folder, byte_level_folder, metaspace_folder
 
 ids_lists = st.lists(st.integers(0, 330), max_size=24)
 cut_lists = st.lists(st.integers(1, 5), min_size=1, max_size=24)

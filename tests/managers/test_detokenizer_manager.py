@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import zmq
+from tiny_tokenizers import byte_level_folder
+
 from banyan.managers.config import DetokenizerConfig
 from banyan.managers.detokenizer_manager import run_detokenizer
 from banyan.managers.errors import StartError
 from banyan.managers.io_struct import DecodeOptions, FinishReason, ShutdownReq, TextOutput, TokenOutput, ToTokenizer, pack_ids
 from banyan.managers.ipc import IpcNames, Receiver, Sender
 from banyan.managers.tokenizer import Tokenizer
-from tiny_tokenizers import byte_level_folder
 
 
 class Running:

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from banyan.managers.prefill_adder import Admission, Candidate, PrefillBudget, plan_prefill
-from banyan.managers.retraction import NewTokenRatio, retraction_order
 from hypothesis import given
 from hypothesis import strategies as st
+
+from banyan.managers.prefill_adder import Admission, Candidate, PrefillBudget, plan_prefill
+from banyan.managers.retraction import NewTokenRatio, retraction_order
+from banyan.mem_cache.sizing import max_req_len
 
 
 def budget(**changes: Any) -> PrefillBudget:
@@ -32,6 +34,18 @@ def test_admits_in_order_until_one_does_not_fit() -> None:
 def test_a_candidate_fits_to_the_last_token() -> None:
     assert plan_prefill([Candidate(500, 0, 0, 499)], budget()) == [Admission(0, 0, 500, True)]
     assert plan_prefill([Candidate(500, 0, 0, 500)], budget()) == []
+
+
+@given(st.data(), st.sampled_from([1, 4, 16]), st.integers(4, 40), st.integers(10, 700))
+def test_what_fits_an_empty_pool_fits_it_after_any_retraction(data: Any, page: int, pages: int, context: int) -> None:
+    """Else it would wait for ever: the longest request that is let in, sent back with any number of tokens, any part cached."""
+    total = pages * page
+    length = data.draw(st.integers(2, max(2, max_req_len(context, total, page))))
+    num_tokens = data.draw(st.integers(1, length - 1))
+    cached = data.draw(st.integers(0, (num_tokens - 1) // page)) * page
+    empty = budget(free_tokens=total, page_size=page)
+    if length <= max_req_len(context, total, page):
+        assert plan_prefill([Candidate(num_tokens, cached, cached, length - num_tokens)], empty)
 
 
 def test_what_a_match_pins_is_spent() -> None:

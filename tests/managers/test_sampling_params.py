@@ -84,6 +84,7 @@ def test_bad_values_name_the_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as info:
         parse(**{field: value})
     assert field in str(info.value)
+    assert info.value.param == field
     assert info.value.status_code == 400
 
 

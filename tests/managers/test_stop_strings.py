@@ -3,9 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from banyan.managers.stop_strings import StopMatcher
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from banyan.managers.stop_strings import StopMatcher
 
 
 def feed(matcher: StopMatcher, pieces: list[str]) -> tuple[list[str], str | None]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from banyan.mem_cache.kv_pool import KVPool
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from banyan.layers.attention import torch_native
 from banyan.model_executor import model_runner
 from banyan.model_executor.model_runner import ModelRunner

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+
 from banyan.model_executor.model_runner import ModelRunner
 from banyan.model_executor.step import TOP_K_ALL, ForwardMode, RunnerConfig, SamplingInput, StepInput
 from banyan.srt.model_source import resolve_model

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from banyan.model_executor import device as device_module
 from banyan.model_executor import memory
 from banyan.model_executor.device import create_device, num_compute_threads

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.generate_json import GenerateFormat
 from banyan.managers.generation import GenerateInput, Generation, Output

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from banyan.managers.config import ModelInfo, SchedulerInfo
 from banyan.managers.errors import EngineDeadError, StartError
 from banyan.srt import cli, model_source, serve

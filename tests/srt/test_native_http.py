@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+
 from banyan.managers.errors import EngineDeadError, RequestError
 from banyan.managers.io_struct import ControlReply
 from banyan.srt import http_io

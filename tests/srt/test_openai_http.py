@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+
 from banyan.managers.errors import EngineDeadError, RequestError
 from banyan.managers.io_struct import FinishReason, unpack_ids
 
@@ -338,6 +339,7 @@ def test_harmless_values_pass(served: Any, fields: dict[str, Any]) -> None:
 def test_bad_completions(served: Any, body: dict[str, Any], param: str) -> None:
     reply = post(served, "/v1/completions", body)
     assert (reply.status_code, reply.json()["param"]) == (400, param)
+    assert "conprompt" not in reply.text
 
 
 @pytest.mark.parametrize(

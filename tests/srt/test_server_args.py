@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from banyan.managers.errors import StartError
 from banyan.managers.ipc import IpcNames
 from banyan.managers.schedule_policy import POLICIES

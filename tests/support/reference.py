@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+
 from banyan.model_executor.loader import iter_weights
 from banyan.model_executor.model_config import load_model_config
 
