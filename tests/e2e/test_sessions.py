@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from banyan import Engine, RequestError
 from harness import CONFIG, prompt_of
 from tiny_tokenizers import byte_level_folder
+
+from banyan import Engine, RequestError
 
 DEADLINE = 30.0
 SIX = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -293,3 +298,79 @@ def test_many_sessions_at_once(engine: Engine) -> None:
         for end in ends:
             assert ask(engine, context[: end - 6])["output_ids"] == context[end - 6 : end]
         engine.close_session(session)
+
+
+# --- over HTTP --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "banyan", "serve", model, "--load-format", "oracle", "--port", str(port), "--page-size", "16"]
+    with (tmp_path_factory.mktemp("log") / "log").open("w") as log:
+        process = subprocess.Popen([*command, "--strict", "--max-sessions", "2"], stdout=log, stderr=log)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
+        try:
+            assert until(lambda: is_ready(client))
+            yield client
+        finally:
+            process.terminate()
+            process.wait(DEADLINE)
+
+
+def is_ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/readyz").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_every_route_takes_turns(client: httpx.Client) -> None:
+    session = client.post("/open_session", json={"capacity_of_str_len": CAPACITY}).json()
+    first = client.post("/generate", json={"input_ids": [5, 6], "sampling_params": SIX, "session_params": {"id": session}}).json()
+    history = [5, 6, *first["output_ids"]]
+    body = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "return_token_ids": True, "rid": "second"}
+    params = {"id": session, "rid": first["meta_info"]["id"]}
+    second = client.post("/v1/completions", json={**body, "prompt": [7, 8], "session_params": params}).json()
+    (choice,) = second["choices"]
+    assert choice["prompt_token_ids"] == [*history, 7, 8]
+    history += [7, 8, *choice["token_ids"]]
+    last = {"input_ids": [9], "sampling_params": SIX, "session_params": {"id": session, "rid": "second"}}
+    third = client.post("/generate", json={**last, "return_prompt_token_ids": True}).json()
+    assert third["prompt_token_ids"] == [*history, 9]
+    lost = client.post("/v1/completions", json={**body, "prompt": [7], "session_params": {"id": "no"}, "rid": "x"})
+    assert lost.status_code == 400
+    assert lost.json()["error"]["message"] == "Invalid request: session id no does not exist"
+    assert client.post("/close_session", json={"session_id": session}).content == b""
+
+
+def test_a_client_that_leaves_amid_a_turn_can_go_on(client: httpx.Client) -> None:
+    session = client.post("/open_session", json={"capacity_of_str_len": CAPACITY, "streaming": True}).json()
+    body = {"sampling_params": SIX, "session_params": {"id": session}, "return_prompt_token_ids": True}
+    first = client.post("/generate", json={**body, "input_ids": prompt_of(1, 50)}).json()
+    turn = {**body, "input_ids": [8], "sampling_params": LONG, "stream": True}
+    with client.stream("POST", "/generate", json=turn) as stream:
+        next(stream.iter_lines())
+        busy = client.post("/generate", json={**body, "input_ids": [9]})
+        assert busy.status_code == 400
+        assert "has a turn under way" in busy.text
+    answers: list[httpx.Response] = []
+
+    def is_served() -> bool:
+        answers.append(client.post("/generate", json={**body, "input_ids": [9]}))
+        return answers[-1].status_code == 200
+
+    assert until(is_served)
+    answer = answers[-1].json()
+    assert answer["prompt_token_ids"] == [*prompt_of(1, 50), *first["output_ids"], 9]
+    assert answer["meta_info"]["cached_tokens"] == 48
+    assert client.post("/close_session", json={"session_id": session}).status_code == 200
+
+
+def test_too_many_sessions(client: httpx.Client) -> None:
+    body = {"capacity_of_str_len": 10, "timeout": 5}
+    opened = [client.post("/open_session", json=body) for _ in range(3)]
+    assert [answer.status_code for answer in opened] == [200, 200, 503]
+    for answer in opened[:2]:
+        client.post("/close_session", json={"session_id": answer.json()})
