@@ -102,7 +102,8 @@ class Control:
 
     def _messages(self) -> list[ToScheduler]:
         """What has arrived, behind what this rank has to say itself: a tick if one is due, a new pace."""
-        now, own = self._now(), []
+        now = self._now()
+        own: list[ToScheduler] = []
         if now >= min(self._ticked + TICK_INTERVAL, self._next_due()):
             self._ticked = now
             own.append(Tick(now=now))

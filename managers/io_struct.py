@@ -226,6 +226,7 @@ ToScheduler = (
     | CacheReportReq
     | ExplainCacheReq
     | ShutdownReq
+    | SetPace
     | Tick
 )
 ToDetokenizer = TokenOutput | ShutdownReq

@@ -1,4 +1,4 @@
-"""PrefillPlanner: pulls requests out of the queue in order, looks up their prefixes, plans the next prefill step. Changes nothing."""
+"""PrefillPlanner: pulls requests out of the queue in order, looks their prefixes up, plans a prefill step. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from ..mem_cache.allocator import SlotAllocator
 from ..mem_cache.prefix_cache import CacheKey, NoPrefixCache, PrefixCache
 from .live_table import LiveTable
-from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
 from .pins import Pins
+from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
 from .req import Req
 from .retraction import NewTokenRatio
 from .session_holds import SessionHolds

@@ -115,7 +115,7 @@ class _CudaStepHandle:
     def wait(self) -> StepOutput:
         self._end.synchronize()
         output = self._handle.wait()
-        output.elapsed = self._begin.elapsed_time(self._end) / 1e3  # type: ignore[no-untyped-call]
+        output.elapsed = self._begin.elapsed_time(self._end) / 1e3
         return output
 
 

@@ -25,7 +25,8 @@ class OracleRunner:
     """Implements Runner with numpy. The model's config and tokenizer are real, its weights are never read."""
 
     def __init__(self, config: RunnerConfig) -> None:
-        model = load_model_config(config.model_path, context_length=config.context_length, overrides=json.loads(config.json_model_override_args))
+        overrides = json.loads(config.json_model_override_args)
+        model = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
         self.info = ModelInfo(
             model_type=model.model_type,
             architectures=[model.architecture],

@@ -130,8 +130,11 @@ class Engine:
     def open_session(
         self, capacity_of_str_len: int, session_id: str | None = None, streaming: bool = False, timeout: float | None = None
     ) -> str:
-        """Open a session and return its id. ``generate`` with ``session_params={"id": ..., "rid": ...}`` then takes only what is new
-        of a conversation: the tokens of the turn ``rid`` come before it."""
+        """Open a session and return its id.
+
+        ``generate`` with ``session_params={"id": ..., "rid": ...}`` then takes only what is new of a conversation: the tokens of
+        the turn ``rid`` come before it.
+        """
         values = {"capacity_of_str_len": capacity_of_str_len, "session_id": session_id, "streaming": streaming, "timeout": timeout}
         return self._thread.call(self.tokenizer_manager.open_session(OpenSession.parse(values)))
 

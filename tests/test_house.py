@@ -11,8 +11,9 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import banyan
 import pytest
+
+import banyan
 
 ROOT = Path(banyan.__file__).parent
 FLOORS = ("lang", "srt", "managers", "model_executor", "layers", "mem_cache")

@@ -1,4 +1,4 @@
-"""Greedy output of the real models equals transformers' in float32, whatever the loop, the chunks, the pages, the cache and the pool."""
+"""Greedy output of the real models equals transformers' in float32, whatever the loop, chunks, pages, cache and pool."""
 
 from __future__ import annotations
 

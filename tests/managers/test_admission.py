@@ -1,4 +1,4 @@
-"""Who is admitted when: shared prefixes in one queue, mixed steps, decode intervals, priorities and preemption, the waiting bound."""
+"""Who is admitted when: shared prefixes in one queue, mixed steps, decode intervals, priorities, preemption, the waiting bound."""
 
 from __future__ import annotations
 

@@ -9,6 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from harness import CONFIG, Harness, expected, prompt_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from banyan.managers.errors import RequestError
 from banyan.managers.generation import GenerateInput
 from banyan.managers.invariants import MemoryBreach, check_memory
@@ -16,9 +20,6 @@ from banyan.managers.io_struct import CacheHint
 from banyan.managers.pins import Pins
 from banyan.mem_cache.allocator import SlotAllocator
 from banyan.mem_cache.prefix_cache import CacheKey, NoPrefixCache
-from harness import CONFIG, Harness, expected, prompt_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PIN = CacheHint(pin_seconds=10)
 

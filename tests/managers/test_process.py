@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from banyan.managers.errors import EngineDeadError, StartError
 from banyan.managers.ipc import IpcNames
 from banyan.managers.process_group import ChildSpec, ProcessGroup

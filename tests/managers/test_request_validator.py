@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.errors import RequestError, StartError
 from banyan.managers.generation import UNSUPPORTED, GenerateInput
 from banyan.managers.io_struct import GenerateReq, unpack_ids
 from banyan.managers.ipc import IpcNames
 from banyan.managers.request_validator import RequestValidator
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from banyan.managers.sessions import OpenSession, SessionController
 
 VOCAB, CONTEXT, POOL_INPUT, POOL_LEN = 300, 64, 40, 50
 IPC = IpcNames(directory="/nowhere", scheduler="", detokenizer="", tokenizer="")
@@ -235,3 +238,42 @@ def test_any_batch_expands_to_distinct_rids_in_order(prompts: list[list[int]], n
     assert [unpack_ids(message.input_ids).tolist() for message in messages] == [prompt for prompt in prompts for _ in range(n)]
     assert len({message.rid for message in messages}) == len(prompts) * n
     assert len({message.sampling_params.sampling_seed for message in messages}) == len(prompts) * n
+
+
+# --- turns of sessions ------------------------------------------------------------------------------------------------------------
+
+
+def continued(validator: RequestValidator, history: list[int], **request: Any) -> list[int]:
+    """The prompt of a turn after that history."""
+    controller = SessionController(1)
+    controller.open("s", OpenSession(capacity_of_str_len=1000), 0.0)
+    plan = validator.plan(GenerateInput.parse({"session_params": {"id": "s"}, **request}))
+    assert plan.session is not None
+    if history:
+        before = controller.begin(plan.session, "before", 0.0)
+        controller.commit(before, np.array(history, np.int32))
+        controller.finish("before", 0.0, failed=False, aborted=False)
+        plan.session.rid = "before"
+    plan.turn = controller.begin(plan.session, plan.rids[0], 0.0)
+    return [int(token) for token in unpack_ids(validator.prepare(plan)[0].input_ids)]
+
+
+def test_a_turn_comes_after_its_history() -> None:
+    assert continued(make(), [], input_ids=[1, 7]) == [1, 7]
+    assert continued(make(), [5, 6], input_ids=[1, 7]) == [5, 6, 7], "its BOS is dropped"
+    assert continued(make(), [5, 6], input_ids=[1]) == [5, 6]
+    assert continued(make(), [5, 6], input_ids=[7, 1]) == [5, 6, 7, 1]
+    assert continued(make(), [5, 6], text="ab") == [5, 6, *b"ab"]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_turn_is_measured_with_its_history_and_never_cut(cut: bool) -> None:
+    validator = make(allow_auto_truncate=cut)
+    assert len(continued(validator, [5] * (POOL_INPUT - 2), input_ids=[7, 8])) == POOL_INPUT
+    with pytest.raises(RequestError, match=f"{POOL_INPUT + 1} tokens"):
+        continued(validator, [5] * (POOL_INPUT - 2), input_ids=[7, 8, 9])
+
+
+@pytest.mark.parametrize("wrong", [{"text": ["a"]}, {"text": "a", "sampling_params": {"n": 2}}, {"text": "a", "session_id": "s"}])
+def test_a_turn_is_one_prompt(wrong: dict[str, Any]) -> None:
+    assert refused(**wrong, session_params={"id": "s"}).param == "session_params"

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from banyan.managers.errors import RequestError
 from banyan.managers.sampling_params import SamplingParams
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from banyan.managers.schedule_policy import POLICIES, QueueView, SchedulePolicy, order_queue, plan_preemption
 from hypothesis import given
 from hypothesis import strategies as st
+
+from banyan.managers.schedule_policy import POLICIES, QueueView, SchedulePolicy, order_queue, plan_preemption
 
 
 class Node:

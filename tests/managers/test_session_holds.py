@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from banyan.managers.invariants import check_memory
 from harness import Harness, expected, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from banyan.managers.invariants import check_memory
 
 
 def whole_pages(harness: Harness, length: int) -> int:

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from banyan.managers.errors import RequestError
-from banyan.managers.sessions import OpenSession, SessionController, SessionParams, Turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from banyan.managers.errors import RequestError
+from banyan.managers.sessions import OpenSession, SessionController, SessionParams, Turn
 
 
 class Sessions:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.errors import EngineDeadError, RequestError
 from banyan.managers.generation import GenerateInput, Generation

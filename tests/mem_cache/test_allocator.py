@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from banyan.mem_cache.allocator import SlotAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from banyan.mem_cache.allocator import SlotAllocator
 
 
 def ints(*values: int) -> np.ndarray:

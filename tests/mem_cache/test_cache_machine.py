@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
 from banyan.mem_cache.allocator import SlotAllocator
 from banyan.mem_cache.prefix_cache import CacheHold, CacheKey
 from banyan.mem_cache.radix_cache import RadixCache
 from banyan.mem_cache.req_to_token import ReqToTokenPool
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
 KEYS = [CacheKey(), CacheKey(extra_key="x"), CacheKey(cache_salt="x")]
 NUM_ROWS = 6

@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from banyan.mem_cache import cache_report
 from banyan.mem_cache.allocator import SlotAllocator
 from banyan.mem_cache.cache_report import HEAD_TOKENS, MAX_NODES, TAIL_TOKENS, explain, hottest
 from banyan.mem_cache.prefix_cache import CacheKey
 from banyan.mem_cache.radix_cache import RadixCache
 from banyan.mem_cache.radix_tree import Node
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PLAIN = CacheKey()
 

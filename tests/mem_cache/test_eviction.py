@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from banyan.mem_cache.allocator import SlotAllocator
 from banyan.mem_cache.eviction import EVICTION_POLICIES, make_order
 from banyan.mem_cache.prefix_cache import CacheKey

@@ -6,6 +6,7 @@ import gc
 
 import numpy as np
 import pytest
+
 from banyan.mem_cache.allocator import SlotAllocator
 from banyan.mem_cache.prefix_cache import CacheHold, CacheKey, NoPrefixCache, PrefixCache, PrefixMatch
 from banyan.mem_cache.radix_cache import RadixCache

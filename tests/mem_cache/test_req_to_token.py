@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from banyan.mem_cache.req_to_token import ReqToTokenPool
 
 

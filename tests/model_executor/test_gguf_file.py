@@ -8,11 +8,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from banyan.model_executor.gguf_file import GGUFError, GGUFFile
-from banyan.model_executor.gguf_quants import CHUNK, TYPES, dequantize
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from banyan.model_executor.gguf_file import GGUFError, GGUFFile
+from banyan.model_executor.gguf_quants import CHUNK, TYPES, dequantize
 
 TOKENS = ["<s>", "grün", "日本", ""]
 

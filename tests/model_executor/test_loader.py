@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
+
 from banyan.model_executor.gguf_file import GGUFError
 from banyan.model_executor.loader import WeightsError, iter_weights, shape_error
 from banyan.model_executor.model_config import ModelConfig, load_model_config, parse_config
 from banyan.srt.model_source import resolve_model
-from safetensors.torch import save_file
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 32,

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 import transformers
+
 from banyan.model_executor.gguf_file import GGUFError
 from banyan.model_executor.model_config import ModelConfigError, RopeScaling, load_model_config, parse_config
 

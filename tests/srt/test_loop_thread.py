@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from banyan.managers.errors import EngineDeadError
 from banyan.managers.generation import UNSUPPORTED
 from banyan.srt.engine import KNOWN, POSITIONAL, _request

@@ -14,10 +14,11 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import errors
+
 from banyan.managers.errors import StartError
 from banyan.srt import model_source
 from banyan.srt.model_source import ALIASES, Alias, WheelPart, resolve_model
-from huggingface_hub import errors
 
 PIECES = (b"GGUF first, ", b"second, ", b"third")
 WHOLE = b"".join(PIECES)

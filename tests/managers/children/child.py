@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
 from banyan.managers.errors import StartError
 from banyan.managers.ipc import IpcNames
 from banyan.managers.process import run_child

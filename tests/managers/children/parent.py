@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import msgspec
+
 from banyan.managers.ipc import IpcNames
 from banyan.managers.process_group import ChildSpec, ProcessGroup
 
