@@ -111,7 +111,7 @@ def test_a_request_that_grows_into_what_is_held_goes_on(make: Any) -> None:
     prompt = prompt_of(1, 20)
     harness.submit("grows", prompt, max_new_tokens=200, ignore_eos=True)
     harness.turn(2)
-    harness.submit("turn", prompt_of(2, 60), session_hold="s")
+    harness.submit("turn", prompt_of(2, 50), session_hold="s")
     for _ in range(60):
         harness.turn()
         if "turn" in harness.reasons:
