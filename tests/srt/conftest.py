@@ -164,6 +164,12 @@ class FakeManager:
     async def close_session(self, session_id: str) -> None:
         self.sessions.close(session_id)
 
+    async def pause_generation(self, mode: str = "abort") -> ControlReply:
+        return ControlReply(call_id=0, message=f"Paused: {mode}.")
+
+    async def continue_generation(self) -> ControlReply:
+        return ControlReply(call_id=0, message="Continued.")
+
     async def internal_state(self) -> dict[str, Any]:
         return {"num_running": 0}
 
