@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
 BIN := $(VENV)/bin
-FLOORS := srt managers model_executor layers mem_cache
+FLOORS := lang srt managers model_executor layers mem_cache
 STAMP := $(VENV)/.installed
 
 .PHONY: dev serve check test test-g1 test-g2 test-g3 bench clean

@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 
 from ..managers.errors import StartError
 from ..version import __version__
-from . import cache_api, http_errors, native_api, openapi, session_api
+from . import cache_api, http_errors, native_api, openapi, session_api, template_api
 from .openai import routes
 from .server_args import ServerArgs
 from .server_state import ServerState
@@ -34,6 +34,7 @@ def create_app(state: ServerState) -> FastAPI:
     native_api.install(app)
     session_api.install(app)
     cache_api.install(app)
+    template_api.install(app)
     routes.install(app)
     openapi.install(app)
     return app

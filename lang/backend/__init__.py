@@ -1,0 +1,1 @@
+"""What runs the calls of a program: a server over HTTP, an engine in this process, or somebody's API."""

@@ -1,0 +1,328 @@
+"""Function: a program, and the ways to run it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import Any
+
+from .backend.base import Backend
+from .backend.resolve import as_backend
+from .batch import run_all
+from .errors import NoBackendError, ProgramError, StepError
+from .global_config import global_config
+from .interpreter import Interpreter, Setting
+from .ir import SamplingParams
+from .requirements import Requirements
+from .state import AsyncProgramState, BaseState, ProgramState
+from .tracing import Placeholder, StopTracing, TraceState, trace, tracing
+from .waiting import threads
+
+DEFAULTS = SamplingParams(
+    max_new_tokens=128,
+    n=1,
+    temperature=1.0,
+    top_p=1.0,
+    top_k=-1,
+    min_p=0.0,
+    frequency_penalty=0.0,
+    presence_penalty=0.0,
+    ignore_eos=False,
+)
+SAMPLING = {field.name for field in fields(SamplingParams)} - {"regex", "json_schema", "ebnf"}
+MIN_PREFIX = 64  # characters of a shared prefix that are worth a call of their own
+MIN_THREADS = 96
+
+_current: ContextVar[Backend | None] = ContextVar("backend", default=None)  # of the program under way, for programs it calls
+Item = Mapping[str, Any] | Sequence[Any]
+
+
+class Function:
+    """A program. Call it, or ``run`` it, with the function's arguments without ``s``; it returns the state it ended with."""
+
+    def __init__(
+        self, func: Callable[..., Any], num_api_spec_tokens: int | None = None, bind_arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        names = list(inspect.signature(func).parameters)
+        if not names or names[0] != "s":
+            raise TypeError(f'{func.__qualname__}: The first argument must be "s"')
+        self.func = func
+        self.num_api_spec_tokens = num_api_spec_tokens
+        self.bind_arguments = dict(bind_arguments or {})
+        self.arg_names = names[1:]
+        self.is_async = inspect.iscoroutinefunction(func)
+        self.__name__ = func.__name__
+        self.__doc__ = func.__doc__
+        self._requirements: Requirements | None = None
+
+    def bind(self, **kwargs: Any) -> Function:
+        """The program with some arguments fixed; they win over those of a call."""
+        unknown = [name for name in kwargs if name not in self.arg_names]
+        if unknown:
+            raise TypeError(f"{self.__name__} has no argument {unknown[0]!r}")
+        return Function(self.func, self.num_api_spec_tokens, {**self.bind_arguments, **kwargs})
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """``run``; a coroutine for an async program. While another program is traced: a trace that ends here."""
+        if tracing.get() is not None:
+            raise StopTracing
+        return self.run_async(*args, **kwargs) if self.is_async else self.run(*args, **kwargs)
+
+    # --- one run ------------------------------------------------------------------------------------------------------------------
+
+    def run(self, *args: Any, stream: bool = False, backend: Any = None, use_thread: bool = True, **kwargs: Any) -> Any:
+        """Run it to its end and return the state; ``state.ret_value`` is what the function returned.
+
+        Sampling options (all of gen's, but for grammars; max_new_tokens=128, temperature=1.0, seed ...) are the defaults of every
+        gen. stream=True returns at once; read ``state.text_iter()``. use_thread=False makes each step wait for its call.
+        Raises UnsupportedError before the first call if the backend cannot run it, StepError if a step fails, and whatever the
+        function raises. An async program is run on an event loop of its own, in a thread.
+        """
+        setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=use_thread)
+        if self.is_async:
+            async_state = AsyncProgramState(Interpreter(setting))
+            self._in_thread(lambda: asyncio.run(self._execute_async(async_state, args, kwargs)), async_state)
+            return async_state if stream else self._wait(async_state)
+        state = ProgramState(Interpreter(setting))
+        if stream:
+            self._in_thread(lambda: self._execute(state, args, kwargs), state)
+        else:
+            self._execute(state, args, kwargs)
+        return state
+
+    async def run_async(self, *args: Any, stream: bool = False, backend: Any = None, **kwargs: Any) -> Any:
+        """``run`` on the caller's event loop, for both kinds of programs; a plain program runs in a thread."""
+        setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=True)
+        if not self.is_async:
+            state = ProgramState(Interpreter(setting))
+            self._in_thread(lambda: self._execute(state, args, kwargs), state)
+            return state if stream else await self._wait_async(state)
+        async_state = AsyncProgramState(Interpreter(setting))
+        work = self._execute_async(async_state, args, kwargs)
+        if not stream:
+            await work
+            return async_state
+        async_state.task = asyncio.ensure_future(self._quietly(work, async_state))
+        return async_state
+
+    def _prepare(self, backend: Any, kwargs: dict[str, Any], *, stream: bool, use_thread: bool) -> tuple[Setting, dict[str, Any]]:
+        chosen = self._backend(backend)
+        if self._requirements is None:
+            self._requirements = Requirements(self.func)
+        self._requirements.check(chosen)
+        sampling = {name: value for name, value in kwargs.items() if name in SAMPLING}
+        params = SamplingParams(**sampling).over(DEFAULTS)
+        chosen.check_params(params)
+        setting = Setting(
+            program=self.__name__,
+            backend=chosen,
+            params=params,
+            stream=stream,
+            threaded=use_thread,
+            num_spec_tokens=self.num_api_spec_tokens,
+        )
+        return setting, {name: value for name, value in kwargs.items() if name not in SAMPLING}
+
+    @staticmethod
+    def _backend(backend: Any) -> Backend:
+        chosen = backend or _current.get() or global_config.default_backend
+        if chosen is None:
+            raise NoBackendError
+        return as_backend(chosen)
+
+    def _execute(self, state: ProgramState, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        token = _current.set(state.backend)
+        try:
+            state.ret_value = self.func(state, *args, **{**kwargs, **self.bind_arguments})
+            state.sync()
+        finally:
+            _current.reset(token)
+            state.end()
+        _tell(state)
+
+    async def _execute_async(self, state: AsyncProgramState, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        token = _current.set(state.backend)
+        try:
+            state.ret_value = await self.func(state, *args, **{**kwargs, **self.bind_arguments})
+            await state.sync()
+        finally:
+            _current.reset(token)
+            state.end()
+        _tell(state)
+
+    def _in_thread(self, work: Callable[[], Any], state: BaseState) -> None:
+        """What the program raises becomes the state's error."""
+
+        def body() -> None:
+            try:
+                work()
+            except Exception as error:  # the top of a thread that runs a user's function
+                self._fail(state, error)
+            state.end()
+
+        threads.start(body)
+
+    async def _quietly(self, work: Coroutine[Any, Any, None], state: BaseState) -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            self._fail(state, ProgramError(f"{self.__name__} was cancelled"))
+            raise
+        except Exception as error:  # as in _in_thread
+            self._fail(state, error)
+
+    def _fail(self, state: BaseState, error: Exception) -> None:
+        if not isinstance(error, StepError):
+            wrapped = ProgramError(f"{self.__name__} raised {type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        state.interpreter.queue.fail(error)
+
+    @staticmethod
+    def _wait(state: AsyncProgramState) -> AsyncProgramState:
+        queue = state.interpreter.queue
+        state.interpreter.signal.wait(lambda: queue.is_finished)
+        queue.check()
+        return state
+
+    @staticmethod
+    async def _wait_async(state: ProgramState) -> ProgramState:
+        queue = state.interpreter.queue
+        await state.interpreter.signal.wait_async(lambda: queue.is_finished)
+        queue.check()
+        return state
+
+    # --- many runs ----------------------------------------------------------------------------------------------------------------
+
+    def run_batch(
+        self,
+        batch_kwargs: Iterable[Item],
+        *,
+        backend: Any = None,
+        num_threads: int | str = "auto",
+        progress_bar: bool = False,
+        generator_style: bool = False,
+        **options: Any,
+    ) -> list[Any] | Generator[Any]:
+        """Run it once per item, a dict or a tuple of arguments, side by side; the states in the items' order.
+
+        A run that fails does not end the others: its state's ``error()`` says why, and so does reading from it. num_threads bounds
+        how many run at once; "auto" is 96, or 16 per core where that is more. Forks, and programs inside programs, have threads of
+        their own, so they never wait for these. generator_style gives each state as soon as it and all before it are there. The
+        text that all runs begin with is computed once beforehand. options are run's.
+        """
+        items = [self._item(item) for item in batch_kwargs]
+        chosen = self._backend(backend)
+        self._prepare(chosen, dict(options), stream=False, use_thread=True)  # what cannot run fails here, once
+        if len(items) > 1 and global_config.enable_precache_with_tracing:
+            self._precache(chosen, self._shared(items))
+        bound = _num_threads(num_threads)
+
+        def one(index: int) -> Any:
+            return self._run_quietly(chosen, {**options, **items[index]})
+
+        states = run_all(one, len(items), num_threads=bound, progress_bar=progress_bar, bounded=generator_style)
+        return states if generator_style else list(states)
+
+    async def run_batch_async(
+        self, batch_kwargs: Iterable[Item], *, backend: Any = None, num_threads: int | str = "auto", **options: Any
+    ) -> list[Any]:
+        """``run_batch`` on the caller's event loop; an async program needs no thread per run."""
+        items = [self._item(item) for item in batch_kwargs]
+        chosen = self._backend(backend)
+        if len(items) > 1 and global_config.enable_precache_with_tracing:
+            await asyncio.to_thread(self._precache, chosen, self._shared(items))
+        room = asyncio.Semaphore(_num_threads(num_threads))
+
+        async def one(item: dict[str, Any]) -> Any:
+            async with room:
+                state = await self.run_async(backend=chosen, stream=True, **{**options, **item})
+                with contextlib.suppress(Exception):  # it stays in the state
+                    await self._wait_async(state)
+                return state
+
+        return list(await asyncio.gather(*[one(item) for item in items]))
+
+    def _run_quietly(self, backend: Backend, kwargs: dict[str, Any]) -> Any:
+        setting, kwargs = self._prepare(
+            backend, kwargs, stream=kwargs.pop("stream", False), use_thread=kwargs.pop("use_thread", True)
+        )
+        state: Any = (AsyncProgramState if self.is_async else ProgramState)(Interpreter(setting))
+        try:
+            if self.is_async:
+                asyncio.run(self._execute_async(state, (), kwargs))
+            else:
+                self._execute(state, (), kwargs)
+        except Exception as error:  # of one item; the others go on
+            self._fail(state, error)
+        return state
+
+    def _item(self, item: Item) -> dict[str, Any]:
+        if isinstance(item, Mapping):
+            return dict(item)
+        names = [name for name in self.arg_names if name not in self.bind_arguments]
+        if len(item) > len(names):
+            raise TypeError(f"{self.__name__} takes {len(names)} arguments, an item has {len(item)}")
+        return dict(zip(names, item, strict=False))
+
+    def _shared(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        """The arguments that are the same plain value in all items."""
+        first = items[0]
+        plain = {name: value for name, value in first.items() if isinstance(value, (str, int, float, bool))}
+        return {name: value for name, value in plain.items() if all(item.get(name) == value for item in items)}
+
+    # --- traces -------------------------------------------------------------------------------------------------------------------
+
+    def trace(self, *, backend: Any = None, **kwargs: Any) -> TraceState:
+        """The program's steps, found by running its function with placeholders for the arguments that are not given.
+
+        The function's own code runs, but nothing is sent. A trace ends where the function looks at a placeholder other than by
+        writing it into text.
+        """
+        return trace(self.func, self._dummies(kwargs))
+
+    def cache(self, backend: Any = None, **kwargs: Any) -> str:
+        """Have the text that all runs begin with in the backend's cache; the text, "" if it is too short to matter."""
+        return self._precache(self._backend(backend), kwargs)
+
+    def _precache(self, backend: Backend, known: Mapping[str, Any]) -> str:
+        try:
+            state = trace(self.func, self._dummies(known), prefix_only=True)
+            prefix = state.prefix(backend.get_chat_template)
+        except Exception:  # a user's function, given placeholders, may raise anything; its real runs will tell
+            return ""
+        if len(prefix) <= MIN_PREFIX:
+            return ""
+        backend.cache_prefix(prefix)
+        return prefix
+
+    def _dummies(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        parameters = inspect.signature(self.func).parameters
+        positional = [
+            name
+            for name in self.arg_names
+            if parameters[name].kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        ]
+        values = {name: Placeholder(name) for name in positional}
+        return {**values, **{name: value for name, value in known.items() if name in values}, **self.bind_arguments}
+
+
+def _num_threads(num_threads: int | str) -> int:
+    if num_threads == "auto":
+        return max(MIN_THREADS, 16 * (os.cpu_count() or 1))
+    if not isinstance(num_threads, int) or num_threads < 1:
+        raise ValueError(f'num_threads must be "auto" or at least 1, got {num_threads!r}')
+    return num_threads
+
+
+def _tell(state: BaseState) -> None:
+    if global_config.verbosity >= 2:
+        print(state.show().to_text(), file=sys.stderr)
+    elif global_config.verbosity:
+        print(state.interpreter.transcript.text, file=sys.stderr)
