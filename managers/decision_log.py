@@ -234,7 +234,7 @@ class _TappedHandle:
 class Recorder:
     """A scheduler towards the loop. ``take`` sees the messages of each turn, ``sent`` the output, the three verbs the rest.
 
-    Of turns without a message in which nothing happens only the first in a row is kept.
+    Of turns without a message in which there is nothing to do only the first in a row is kept, and the time of the last.
     """
 
     def __init__(self, scheduler: Scheduler, sink: TurnSink, *, ring_turns: int = RING_TURNS) -> None:
@@ -245,6 +245,7 @@ class Recorder:
         self._turn = Turn(0, [])
         self._num_retracted = 0
         self._was_quiet = True  # before the first turn
+        self._skipped: list[ToScheduler] = []  # the newest tick of a turn that was not kept: time went on
 
     def take(self, messages: list[ToScheduler]) -> list[ToScheduler]:
         """A turn begins with these messages, which are handed through."""
@@ -259,8 +260,13 @@ class Recorder:
         if retracted != self._num_retracted:
             self._num_retracted = retracted
             turn.retracted = [(req.rid, req.num_retractions) for req in self._scheduler.waiting if req.num_retractions]
-        quiet = turn.is_quiet
-        if not (quiet and self._was_quiet):
+        quiet = turn.is_quiet and self._scheduler.is_resting()  # else it was decided not to begin a step
+        if quiet and self._was_quiet:
+            ticks: list[ToScheduler] = [message for message in turn.messages if isinstance(message, Tick)]
+            self._skipped = ticks[-1:] or self._skipped
+        else:
+            turn.messages = [*self._skipped, *turn.messages]
+            self._skipped = []
             self.ring.append(turn)
             self.num_turns += 1
             self._sink.put(turn)

@@ -58,30 +58,30 @@ def read_record(path: str) -> tuple[Header, Iterator[TurnRecord]]:
     A last line that was cut off, as by the death of the process, is ignored.
     """
     try:
-        file = Path(path).open("rb")  # noqa: SIM115  closed by the generator
+        with Path(path).open("rb") as file:
+            line = file.readline()
     except OSError as error:
         raise RecordError(f"cannot read {path}: {error.strerror}") from None
     try:
-        header = msgspec.json.decode(file.readline(), type=Header)
+        header = msgspec.json.decode(line, type=Header)
     except msgspec.DecodeError as error:
-        file.close()
         raise RecordError(f"{path} is no record of decisions: {error}") from None
     if header.format != FORMAT:
-        file.close()
         raise RecordError(f"{path} has format {header.format}; this version reads {FORMAT}")
-    return header, _read_turns(path, file)
+    return header, _read_turns(path)
 
 
-def _read_turns(path: str, file: Any) -> Iterator[TurnRecord]:
+def _read_turns(path: str) -> Iterator[TurnRecord]:
     decoder = msgspec.json.Decoder(TurnRecord)
-    with file:
-        for number, line in enumerate(file):
+    with Path(path).open("rb") as file:
+        file.readline()
+        for number, line in enumerate(file, 2):
             if not line.endswith(b"\n"):
                 return
             try:
                 yield decoder.decode(line)
             except msgspec.DecodeError as error:
-                raise RecordError(f"{path}, line {number + 2}: {error}") from None
+                raise RecordError(f"{path}, line {number}: {error}") from None
 
 
 def replay(path: str) -> ReplayResult:

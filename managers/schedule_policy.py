@@ -108,7 +108,10 @@ def _routing_key(view: QueueView, policy: SchedulePolicy) -> np.ndarray:
     """Keys that run now first, the most frequent before the others; then the rest by arrival."""
     running = view.running_keys or {}
     counts = np.array([running.get(key, 0) if key else 0 for key in view.routing_keys], np.int64)
-    names = np.unique(np.array(view.routing_keys, dtype=object).astype(str), return_inverse=True)[1] if len(counts) else counts
+    ranks: dict[str, int] = {}  # keys that run equally often, by their first request
+    for index in _fcfs(view, policy).tolist():
+        ranks.setdefault(view.routing_keys[index], len(ranks))
+    names = np.array([ranks[key] for key in view.routing_keys], np.int64)
     return np.lexsort((view.arrivals, np.where(counts > 0, names, 0), -counts))
 
 
