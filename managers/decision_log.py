@@ -14,6 +14,7 @@ import os
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -117,13 +118,31 @@ class NoDisguise(Disguise):
         return name
 
 
+class StepSeen(NamedTuple):
+    """What is kept of a step: not its token ids. slots: checksum of the slots of the computed tokens."""
+
+    mode: int
+    num_prefill: int
+    num_samples: int
+    slots: int
+    rows: np.ndarray
+    seq_lens: np.ndarray
+    extend_lens: np.ndarray
+
+    @classmethod
+    def of(cls, batch: ScheduleBatch) -> StepSeen:
+        step = batch.step
+        slots = zlib.crc32(step.out_cache_loc.tobytes())
+        return cls(int(step.mode), batch.num_prefill, len(step.sample_index), slots, step.rows, step.seq_lens, step.extend_lens)
+
+
 @dataclass(slots=True)
 class Turn:
     """A turn as it was seen: no array in it is written to afterwards."""
 
     number: int
     messages: list[ToScheduler]
-    batch: ScheduleBatch | None = None
+    batch: StepSeen | None = None
     requests: list[str] = field(default_factory=list)
     ids: np.ndarray | None = None
     error: str | None = None
@@ -142,7 +161,7 @@ class Turn:
         return TurnRecord(
             turn=self.number,
             messages=[disguised(message, disguise) for message in self.messages if not isinstance(message, QUESTIONS)],
-            batch=self._batch_record(disguise) if self.batch else None,
+            batch=self._batch_record(disguise),
             ids=None if self.ids is None else disguise.ids(self.ids).tolist(),
             error=self.error,
             finished=[(name(rid), kind, num_tokens) for rid, kind, num_tokens in self.finished],
@@ -150,17 +169,17 @@ class Turn:
         )
 
     def _batch_record(self, disguise: Disguise) -> BatchRecord | None:
-        if self.batch is None:
+        step = self.batch
+        if step is None:
             return None
-        step = self.batch.step
         return BatchRecord(
-            mode=int(step.mode),
+            mode=step.mode,
             rows=step.rows.tolist(),
             prefix_lens=(step.seq_lens - step.extend_lens).tolist(),
-            extend_lens=step.extend_lens.tolist() if self.batch.num_prefill else [],
+            extend_lens=step.extend_lens.tolist() if step.num_prefill else [],
             requests=[disguise.name(rid) for rid in self.requests],
-            num_samples=len(step.sample_index),
-            slots=zlib.crc32(step.out_cache_loc.tobytes()),
+            num_samples=step.num_samples,
+            slots=step.slots,
         )
 
 
@@ -192,7 +211,7 @@ def _disguised_params(params: SamplingParams, disguise: Disguise) -> SamplingPar
     return SamplingParams(
         max_new_tokens=params.max_new_tokens,
         min_new_tokens=params.min_new_tokens,
-        stop=["?"] if params.stop else [],
+        stop=["?"] if params.stop or params.stop_regex else [],
         stop_token_ids=disguise.ids(np.array(params.stop_token_ids, np.int64)).tolist() if params.stop_token_ids else [],
         ignore_eos=params.ignore_eos,
     )
@@ -288,7 +307,7 @@ class Recorder:
     def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
         batch = self._scheduler.next_batch(in_flight=in_flight)
         if batch:
-            self._turn.batch = batch
+            self._turn.batch = StepSeen.of(batch)
             table = self._scheduler.memory.table
             self._turn.requests = [table.req(row).rid for row in batch.rows[: batch.num_prefill].tolist()]
         return batch

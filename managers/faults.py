@@ -4,6 +4,7 @@ BANYAN_FAULTS is a comma-separated list of name=number:
   retract_every=k      retract one request before every k-th decode step
   alloc_fail=p         an allocation of slots for decoding fails with probability p (drawn from a fixed sequence)
   step_fail=k          the k-th forward step raises
+  scheduler_die=k      the scheduler raises when it decides for the k-th time
   detokenizer_delay=s  the detokenizer sleeps s seconds before each message
   detokenizer_die=k    the detokenizer exits at its k-th message
   load_fail=1          loading the model raises
@@ -14,7 +15,7 @@ from __future__ import annotations
 import os
 import random
 
-NAMES = ("retract_every", "alloc_fail", "step_fail", "detokenizer_delay", "detokenizer_die", "load_fail")
+NAMES = ("retract_every", "alloc_fail", "step_fail", "scheduler_die", "detokenizer_delay", "detokenizer_die", "load_fail")
 
 
 class Faults:

@@ -65,6 +65,8 @@ class Scheduler:
 
     def next_batch(self, *, in_flight: bool) -> ScheduleBatch | None:
         """The next step, or None. in_flight: a launched step is not absorbed yet, so short memory may be about to ease."""
+        if self.faults.at("scheduler_die"):
+            raise RuntimeError("BANYAN_FAULTS: scheduler_die")
         if self.gate.paused:
             return None
         if self.decode_debt and len(self.running):
