@@ -18,36 +18,40 @@ import numpy as np
 import torch
 
 from .rng import uniforms
-from .sampling_input import TOP_K_ALL, SamplingInput
+from .sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
 
 NUM_CANDIDATES = 1024
 GREEDY_EPS = 1e-6  # temperatures below are greedy
-FAILED = -1  # result of a row whose logits are not finite
-_UNDECIDED = -2
+_UNDECIDED = -3
 
 
 def sample(logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: int = NUM_CANDIDATES) -> torch.Tensor:
-    """int64 [S]: the id that each row samples, FAILED where its logits hold NaN or +inf or leave no id to choose.
+    """int64 [S]: the id that each row samples, FAILED where its logits hold NaN or +inf, NO_CHOICE where all are -inf.
 
     logits is float32 and may be modified. num_candidates is for tests: it changes the cost, never the result.
     """
-    if sampling.banned_rows.size:
-        device = logits_SV.device
-        rows, ids = torch.from_numpy(sampling.banned_rows).to(device), torch.from_numpy(sampling.banned_ids).to(device)
-        logits_SV[rows.long(), ids.long()] = float("-inf")
+    ban(logits_SV, sampling)
     best = logits_SV.argmax(dim=-1, keepdim=True)  # a NaN counts as the greatest, so one look at the best finds any
     top = logits_SV.gather(1, best)
-    result = torch.where(torch.isfinite(top), best, FAILED)[:, 0]
+    result = torch.where(torch.isfinite(top), best, torch.where(top == float("-inf"), NO_CHOICE, FAILED))[:, 0]
     greedy = (sampling.temperatures < GREEDY_EPS) | (sampling.top_ks == 1)
     if greedy.all():
         return result
     drawing = torch.from_numpy(np.flatnonzero(~greedy)).to(logits_SV.device)
-    drawing = drawing[result.index_select(0, drawing) != FAILED]
+    drawing = drawing[result.index_select(0, drawing) >= 0]
     if drawing.numel():
         params = _RowParams.of(sampling, drawing, logits_SV.shape[1])
         z = logits_SV.index_select(0, drawing).sub_(top.index_select(0, drawing)).div_(params.temperature)
         result[drawing] = _draw(z, params, num_candidates)
     return result
+
+
+def ban(logits_SV: torch.Tensor, sampling: SamplingInput) -> None:
+    """Make the banned ids impossible, in place."""
+    if sampling.banned_rows.size:
+        device = logits_SV.device
+        rows, ids = torch.from_numpy(sampling.banned_rows).to(device), torch.from_numpy(sampling.banned_ids).to(device)
+        logits_SV[rows.long(), ids.long()] = float("-inf")
 
 
 @dataclass(slots=True)

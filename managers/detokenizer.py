@@ -15,6 +15,7 @@ from typing import Protocol
 
 from .io_struct import DecodeOptions, FinishReason, TextOutput, TokenOutput, unpack_ids
 from .sampling_params import SamplingParams
+from .stop_regex import RegexMatcher
 from .stop_strings import StopMatcher
 from .token_bytes import ByteTable
 from .tokenizer import Tokenizer
@@ -120,8 +121,12 @@ class _WindowDecoder:
         return new
 
 
+def _matcher(strings: list[str], patterns: list[str]) -> StopMatcher | RegexMatcher:
+    return RegexMatcher(patterns, strings) if patterns else StopMatcher(strings)
+
+
 class StopChecker:
-    """For the scheduler: is one of a request's stop strings complete with this token?"""
+    """For the scheduler: is one of a request's stop strings or patterns complete with this token?"""
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._decoder = TextDecoder(
@@ -129,10 +134,10 @@ class StopChecker:
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
         )
-        self._matcher = StopMatcher(params.stop)
+        self._matcher = _matcher(params.stop, params.stop_regex)
 
     def push(self, token_id: int) -> str | None:
-        """The stop string that the text up to this token holds; the same one for ever after."""
+        """The stop string or pattern that the text up to this token holds; the same one for ever after."""
         return self._matcher.push(self._decoder.push((token_id,)))[1]
 
 
@@ -147,7 +152,7 @@ class _Stream:
             skip_special_tokens=options.skip_special_tokens,
             spaces_between_special_tokens=options.spaces_between_special_tokens,
         )
-        self._matcher = StopMatcher(options.stop) if options.stop else None
+        self._matcher = _matcher(options.stop, options.stop_regex) if options.stop or options.stop_regex else None
         self._no_stop_trim = options.no_stop_trim
 
     def advance(self, ids: list[int], finish: FinishReason | None) -> str:
@@ -166,7 +171,7 @@ class _Stream:
         if matcher is None or matcher.matched is not None:
             return text if matcher is None else ""
         shown, matched = matcher.push(text)
-        return shown + matched if matched is not None and self._no_stop_trim else shown
+        return shown + matcher.matched_text if matched is not None and self._no_stop_trim else shown
 
 
 def _ends_with_stop_token(ids: Sequence[int], finish: FinishReason) -> bool:

@@ -25,7 +25,6 @@ UNSUPPORTED = (
     "return_logprob",
     "token_ids_logprob",
     "lora_path",
-    "custom_logit_processor",
     "require_reasoning",
     "return_hidden_states",
     "return_routed_experts",
@@ -58,6 +57,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     priority: int | None = None  # counts with priority scheduling only
     routing_key: str | None = None
     timeout: float | None = None  # seconds until the request ends wherever it is
+    custom_logit_processor: str | list[str] | None = None  # name of a class that the server was started with
     return_prompt_token_ids: bool = False
     session_params: SessionParams | None = None
     session_id: str | None = None  # names a conversation towards routers; not together with session_params

@@ -71,6 +71,8 @@ class GenerateReq(Message):
     priority: int | None = None
     cache_hint: CacheHint | None = None
     routing_key: str = ""
+    bad_word_ids: list[list[int]] = []  # the token sequences of sampling_params.bad_words
+    logit_processor: str = ""
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler
 
@@ -181,6 +183,7 @@ class DecodeOptions(msgspec.Struct, array_like=True, kw_only=True):
     """How the text of one request is made from its ids; travels with its first row of output."""
 
     stop: list[str] = []
+    stop_regex: list[str] = []
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False

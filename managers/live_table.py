@@ -70,6 +70,7 @@ class LiveTable:
         self.min_lens = np.zeros(num_rows, np.int32)  # no stop token may be sampled below this length
         self.ignore_eos = np.zeros(num_rows, np.bool_)
         self.own_stops = np.zeros(num_rows, np.bool_)  # has stop tokens or strings of its own
+        self.controlled = np.zeros(num_rows, np.bool_)  # the runner holds controls for the row, maybe its former owner's
         self.sampling = SamplingColumns(num_rows)
 
     def seat(self, req: Req, prefix_slots: np.ndarray) -> int:

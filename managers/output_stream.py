@@ -121,6 +121,7 @@ class OutputStream:
 def _decode_options(params: SamplingParams) -> DecodeOptions:
     return DecodeOptions(
         stop=params.stop,
+        stop_regex=params.stop_regex,
         skip_special_tokens=params.skip_special_tokens,
         spaces_between_special_tokens=params.spaces_between_special_tokens,
         no_stop_trim=params.no_stop_trim,

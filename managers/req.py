@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -34,6 +34,8 @@ class Req:
     cache_hint: CacheHint | None = None
     routing_key: str = ""
     timeout: float | None = None  # seconds from its arrival
+    bad_word_ids: list[list[int]] = field(default_factory=list)
+    logit_processor: str = ""
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     hold: CacheHold | None = None
@@ -54,14 +56,24 @@ class Req:
             token_ids=token_ids,
             num_prompt=len(token_ids),
             stop_ids=frozenset(params.stop_token_ids),
-            stop_checker=StopChecker(tokenizer, params) if params.stop else None,
+            stop_checker=StopChecker(tokenizer, params) if params.stop or params.stop_regex else None,
             seed=params.sampling_seed if params.sampling_seed is not None else arrival,
             priority=message.priority,
             cache_hint=message.cache_hint,
             routing_key=message.routing_key,
+            bad_word_ids=message.bad_word_ids,
+            logit_processor=message.logit_processor,
             session_hold=message.session_hold,
             timeout=message.timeout,
         )
+
+    @property
+    def has_controls(self) -> bool:
+        """Its logits are changed before they are sampled, by more than bans of stop tokens."""
+        params = self.params
+        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
+        bans = params.logit_bias or params.allowed_token_ids is not None or self.bad_word_ids
+        return bool(penalties != (0, 0, 1) or bans or self.logit_processor)
 
     @property
     def num_tokens(self) -> int:

@@ -55,6 +55,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     explicit_limits: list[bool]  # the request itself brought max_new_tokens
     extra_keys: list[str]
     cache_salts: list[str]
+    processors: list[str]
     rids: list[str]
     families: list[str]  # the client's rid that each rid was made from
     stream: bool
@@ -95,6 +96,9 @@ class RequestValidator:
         extra_keys = _per_prompt(request.extra_key, num_prompts, "extra_key", "")
         cache_salts = _per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
         _check_unicode(rid=families, extra_key=extra_keys, cache_salt=cache_salts, stop=[s for item in params for s in item.stop])
+        _check_unicode(
+            stop_regex=[s for item in params for s in item.stop_regex], bad_words=[s for item in params for s in item.bad_words]
+        )
         return RequestPlan(
             texts=texts,
             ids=ids,
@@ -104,6 +108,7 @@ class RequestValidator:
             explicit_limits=["max_new_tokens" in values for values in given],
             extra_keys=extra_keys,
             cache_salts=cache_salts,
+            processors=self._processors(request, num_prompts),
             rids=rids,
             families=families,
             stream=request.stream,
@@ -117,7 +122,7 @@ class RequestValidator:
         for index in range(plan.num_prompts):
             ids = self._prompt_ids(plan, index)
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
-            packed = pack_ids(ids)
+            packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
             for sample in range(plan.n):
                 messages.append(
                     GenerateReq(
@@ -129,6 +134,8 @@ class RequestValidator:
                         stream=plan.stream,
                         extra_key=plan.extra_keys[index],
                         cache_salt=plan.cache_salts[index],
+                        bad_word_ids=bad_word_ids,
+                        logit_processor=plan.processors[index],
                         priority=plan.service.priority,
                         cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
@@ -136,6 +143,26 @@ class RequestValidator:
                     )
                 )
         return messages
+
+    def _processors(self, request: GenerateInput, num_prompts: int) -> list[str]:
+        names, known = _per_prompt(request.custom_logit_processor, num_prompts, "custom_logit_processor", ""), self._info.model
+        for name in names:
+            if name and name not in known.logit_processors:
+                raise RequestError(
+                    f"custom_logit_processor: {name[:100]!r} is not known; this server has {known.logit_processors}.",
+                    param="custom_logit_processor",
+                )
+        return names
+
+    def _bad_word_ids(self, words: list[str]) -> list[list[int]]:
+        """The tokens of each word, at the beginning of a text and after a space."""
+        spelled: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, f" {word.lstrip(' ')}"):
+                ids = self._tokenizer.encode(text, add_special_tokens=False) if text.strip(" ") or text == word else []
+                if ids:
+                    spelled[tuple(ids)] = None
+        return [list(ids) for ids in spelled]
 
     def _service(self, request: GenerateInput) -> Service:
         priority, timeout = request.priority, request.timeout

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from ..model_executor.step import StepOutput
+from ..model_executor.step import NO_CHOICE, StepOutput
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .output_stream import OutputStream
@@ -17,6 +17,14 @@ from .schedule_batch import ScheduleBatch
 
 NAN_REASON = FinishReason(
     kind="abort", message="The model returned NaN or infinite logits.", status_code=500, err_type="InternalServerError"
+)
+
+
+NO_CHOICE_REASON = FinishReason(
+    kind="abort",
+    message="No token may come next: logit_bias, allowed_token_ids, bad_words and min_new_tokens exclude all.",
+    status_code=400,
+    err_type="BadRequestError",
 )
 
 
@@ -79,7 +87,7 @@ class ResultProcessor:
         """Add a token to each of ``rows``; returns those that ended, with the reason."""
         table = self._table
         bad = ids < 0
-        finished = dict.fromkeys(rows[bad].tolist(), NAN_REASON)
+        finished = dict.fromkeys(rows[bad].tolist(), NAN_REASON) | dict.fromkeys(rows[ids == NO_CHOICE].tolist(), NO_CHOICE_REASON)
         if finished:
             rows, ids = rows[~bad], ids[~bad]
         lens = table.known_lens[rows]

@@ -1,7 +1,8 @@
 """SamplingParams: how one request is sampled and when it stops, and the only place where that is validated.
 
-Order of the sampler: banned tokens (min_new_tokens) -> temperature -> top_k -> top_p over what top_k kept, renormalised -> min_p
-relative to the best token -> one draw by inverse CDF, from a hash of (seed, position).
+Order of the sampler: repetition, frequency and presence penalty -> logit_bias -> allowed_token_ids, bad_words and min_new_tokens ->
+logit processor -> (log-probabilities are read here, divided by temperature) -> grammar -> temperature -> top_k -> top_p over what
+top_k kept, renormalised -> min_p relative to the best token -> one draw by inverse CDF, from a hash of (seed, position).
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
+from .stop_regex import MAX_STATES, RegexError, num_states
 
 GREEDY_EPS = 1e-6  # temperatures below are greedy
 MAX_STOP_STRINGS = 32
 MAX_STOP_LEN = 1024  # characters of one stop string
+MAX_STOP_REGEX_LEN = 256  # characters of one pattern
+MAX_LOGIT_BIAS = 4096  # entries
+MAX_BIAS = 1e4
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LEN = 256  # characters
+MAX_CUSTOM_PARAMS = 64 << 10  # bytes as JSON
 MAX_N = 128
 SEED_RANGE = 1 << 63
 
 # Parameters that clients send and that are not served, with the values (besides null) that change nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
     "json_schema": ("",),
     "regex": ("",),
     "ebnf": ("",),
     "structural_tag": ("",),
-    "stop_regex": ("", []),
-    "logit_bias": ({},),
-    "custom_params": ({},),
 }
 
 
@@ -43,10 +45,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     min_new_tokens: int = 0
     stop: list[str] = []
     stop_token_ids: list[int] = []
+    stop_regex: list[str] = []
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    custom_params: dict[str, Any] = {}
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -72,10 +82,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         given = {key: value for key, value in values.items() if value is not None and key in known}
         if "max_new_tokens" in values and values["max_new_tokens"] is None:
             given["max_new_tokens"] = None
-        if isinstance(given.get("stop"), str):
-            given["stop"] = [given["stop"]]
-        if isinstance(given.get("stop_token_ids"), int):
-            given["stop_token_ids"] = [given["stop_token_ids"]]
+        for name, kind in (("stop", str), ("stop_regex", str), ("bad_words", str), ("stop_token_ids", int)):
+            if isinstance(given.get(name), kind):
+                given[name] = [given[name]]
         try:
             params = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -83,6 +92,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(f"sampling_params: {error}", param=name or "sampling_params") from None
         params._check_ranges()
         params._check_stops(vocab_size)
+        params._check_tokens(vocab_size)
         return params
 
     def _check_ranges(self) -> None:
@@ -91,6 +101,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("top_k", self.top_k == -1 or 1 <= self.top_k < 1 << 31, "-1 (disable) or at least 1"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            ("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2] (1.0 = no penalty)"),
             ("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]"),
             ("stream_interval", self.stream_interval >= 1, "at least 1"),
             ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 0, "at least 0"),
@@ -110,9 +123,45 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         self.stop = [stop for stop in self.stop if stop]
         if len(self.stop) > MAX_STOP_STRINGS or any(len(stop) > MAX_STOP_LEN for stop in self.stop):
             raise RequestError(f"stop: at most {MAX_STOP_STRINGS} strings of at most {MAX_STOP_LEN} characters.", param="stop")
-        for token_id in self.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(f"stop_token_ids must be in [0, {vocab_size - 1}], got {token_id}.", param="stop_token_ids")
+        _check_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        self.stop_regex = [pattern for pattern in self.stop_regex if pattern]
+        if len(self.stop_regex) > MAX_STOP_STRINGS or any(len(pattern) > MAX_STOP_REGEX_LEN for pattern in self.stop_regex):
+            raise RequestError(
+                f"stop_regex: at most {MAX_STOP_STRINGS} patterns of at most {MAX_STOP_REGEX_LEN} characters.", param="stop_regex"
+            )
+        if not self.stop_regex:
+            return
+        try:
+            total = sum(map(len, self.stop)) + sum(map(num_states, self.stop_regex))
+        except RegexError as error:
+            raise RequestError(f"stop_regex: {error}", param="stop_regex") from None
+        if total > MAX_STATES:
+            raise RequestError("stop_regex: the patterns and stop strings together are too long.", param="stop_regex")
+
+    def _check_tokens(self, vocab_size: int) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries.", param="logit_bias")
+        for key, value in self.logit_bias.items():
+            if not (key.isascii() and key.isdecimal() and key == str(int(key)) and int(key) < vocab_size):
+                raise RequestError(f"logit_bias must have keys in [0, {vocab_size - 1}], got {key}.", param="logit_bias")
+            if not abs(value) <= MAX_BIAS:
+                raise RequestError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {value}.", param="logit_bias")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise RequestError("allowed_token_ids must not be empty.", param="allowed_token_ids")
+            _check_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_LEN for word in self.bad_words):
+            raise RequestError(
+                f"bad_words: at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_LEN} characters.", param="bad_words"
+            )
+        if self.custom_params and len(msgspec.json.encode(self.custom_params)) > MAX_CUSTOM_PARAMS:
+            raise RequestError(f"custom_params: at most {MAX_CUSTOM_PARAMS} bytes.", param="custom_params")
+
+
+def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(f"{name} must be in [0, {vocab_size - 1}], got {token_id}.", param=name)
 
 
 def _unknown_field(key: str, known: tuple[str, ...]) -> RequestError:

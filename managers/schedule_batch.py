@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..model_executor.step import ForwardMode, SamplingInput, StepInput
+from ..model_executor.step import ForwardMode, RowControls, SamplingInput, StepInput
 from .live_table import LiveTable
+from .req import Req
 
 
 @dataclass(slots=True)
@@ -66,6 +67,7 @@ def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, sl
         out_cache_loc=slots,
         sample_index=samples,
         sampling=_sampling(table, sampling_rows, seq_lens[samples]),
+        controls=_controls(table, sampling_rows),
     )
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=len(rows))
 
@@ -85,6 +87,7 @@ def mix(table: LiveTable, batch: ScheduleBatch, rows: np.ndarray, slots: np.ndar
         out_cache_loc=np.concatenate([prefill.out_cache_loc, slots]),
         sample_index=samples,
         sampling=_sampling(table, all_rows[samples], all_lens[samples]),
+        controls=prefill.controls,
     )
     return ScheduleBatch(step=step, epochs=table.epochs[all_rows], num_prefill=batch.num_prefill)
 
@@ -109,6 +112,37 @@ def _sampling(table: LiveTable, rows: np.ndarray, positions: np.ndarray) -> Samp
         sampling.banned_rows = np.concatenate([np.full(len(ids), index, np.int32) for index, ids in bans])
         sampling.banned_ids = np.concatenate([ids for _, ids in bans])
     return sampling
+
+
+def _controls(table: LiveTable, rows: np.ndarray) -> dict[int, RowControls | None]:
+    """What the runner must know of rows that sample for the first time since they were seated."""
+    controls: dict[int, RowControls | None] = {}
+    for row in rows.tolist():
+        req = table.req(row)
+        if req.has_controls:
+            controls[row] = _row_controls(req, table.tokens[row, : table.known_lens[row]].copy())
+        elif table.controlled[row]:
+            controls[row] = None
+        table.controlled[row] = req.has_controls
+    return controls
+
+
+def _row_controls(req: Req, tokens: np.ndarray) -> RowControls:
+    params = req.params
+    bias, allowed = params.logit_bias, params.allowed_token_ids
+    return RowControls(
+        prompt_ids=tokens[: req.num_prompt],
+        output_ids=tokens[req.num_prompt :],
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        bias_ids=np.array([int(key) for key in bias], np.int32) if bias else None,
+        bias_values=np.array(list(bias.values()), np.float32) if bias else None,
+        allowed_ids=np.unique(np.array(allowed, np.int32)) if allowed is not None else None,
+        bad_words=req.bad_word_ids,
+        processor=req.logit_processor,
+        custom_params=params.custom_params,
+    )
 
 
 def _stop_ids(table: LiveTable, row: int) -> np.ndarray:

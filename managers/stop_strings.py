@@ -18,6 +18,10 @@ class StopMatcher:
         self._held = ""
         self.matched: str | None = None
 
+    @property
+    def matched_text(self) -> str:
+        return self.matched or ""
+
     def push(self, text: str) -> tuple[str, str | None]:
         """(text to show now, the stop string that is complete or None). After a match nothing more is shown."""
         if self.matched is not None:

@@ -11,6 +11,8 @@ from ..layers.attention.attention import bind_attention
 from ..layers.attention.base import AttentionBackend
 from ..layers.attention.registry import attention_backend
 from ..layers.forward_batch import ForwardBatch
+from ..layers.logit_edits import LogitEdits
+from ..layers.logit_processor import load_processors
 from ..layers.sampler import sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
@@ -31,8 +33,8 @@ DEFAULT_BACKEND = "torch_native"
 class _Cache:
     """What exists from init_cache on."""
 
-    def __init__(self, builder: BatchBuilder, backend: AttentionBackend, future_map: FutureMap) -> None:
-        self.builder, self.backend, self.future_map = builder, backend, future_map
+    def __init__(self, builder: BatchBuilder, backend: AttentionBackend, future_map: FutureMap, edits: LogitEdits) -> None:
+        self.builder, self.backend, self.future_map, self.edits = builder, backend, future_map, edits
 
 
 class ModelRunner:
@@ -43,6 +45,7 @@ class ModelRunner:
         self._config = config
         overrides = _parse_overrides(config.json_model_override_args)
         self._model_config = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
+        self._processors = load_processors(config.logit_processors)
         self._make_backend = attention_backend(config.attention_backend or DEFAULT_BACKEND)
         self._cache: _Cache | None = None
         self._closed = False
@@ -108,16 +111,21 @@ class ModelRunner:
         future_map = FutureMap(req_to_token.shape[0], self._device.device)
         backend = self._make_backend(pool)
         bind_attention(self._loaded_model(), backend)
-        return _Cache(BatchBuilder(self._device, req_to_token, future_map), backend, future_map)
+        edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
+        return _Cache(BatchBuilder(self._device, req_to_token, future_map), backend, future_map, edits)
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> torch.Tensor:
         """Ids that the step samples, int64 [S]."""
         cache = self._require_cache()
+        cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
         batch = cache.builder.build(step)
         logits = self._forward(batch)
+        rows = step.rows[step.sample_index]
+        cache.edits.apply(rows, logits)
         next_ids = sample(logits, step.sampling)
-        cache.future_map.publish(self._device.upload(step.rows[step.sample_index].astype(np.int64)), next_ids)
+        cache.edits.push(rows, next_ids)
+        cache.future_map.publish(self._device.upload(rows.astype(np.int64)), next_ids)
         return next_ids
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -161,5 +169,6 @@ def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain:
         device=device.device.type,
         attention_backend=backend,
         load_format=config.load_format,
+        logit_processors=sorted(config.logit_processors),
         explain=device.explain | explain | {"attention_backend": f"{backend} ({backend_why})"},
     )

@@ -38,6 +38,7 @@ class OracleRunner:
             device="cpu",
             attention_backend="oracle",
             load_format="oracle",
+            logit_processors=sorted(config.logit_processors),
             explain={"load_format": "oracle, as given: no weights are read"},
         )
         self._num_slots = config.max_total_tokens or DEFAULT_SLOTS

@@ -11,13 +11,16 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from ..layers.sampling_input import FAILED as FAILED
+from ..layers.sampling_input import NO_CHOICE as NO_CHOICE
 from ..layers.sampling_input import TOP_K_ALL as TOP_K_ALL
+from ..layers.sampling_input import RowControls as RowControls
 from ..layers.sampling_input import SamplingInput as SamplingInput
 
 
@@ -46,13 +49,14 @@ class StepInput:
     out_cache_loc: np.ndarray  # int32 [T], slot that each token's K and V go to
     sample_index: np.ndarray  # int32 [S], ascending indices into B of the requests whose last token's logits are sampled
     sampling: SamplingInput
+    controls: dict[int, RowControls | None] = field(default_factory=dict)  # of rows whose owner is new; None: drop the old one's
 
 
 @dataclass(slots=True)
 class StepOutput:
     """Results of one step on the host."""
 
-    next_ids: np.ndarray  # int64 [S]; -1 where the row's logits were not finite: that request fails, the others go on
+    next_ids: np.ndarray  # int64 [S]; FAILED or NO_CHOICE where that request fails, the others go on
     elapsed: float = 0.0  # seconds that the step took on the device
 
 
@@ -89,6 +93,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int = 1
     random_seed: int = 0
     json_model_override_args: str = "{}"
+    logit_processors: dict[str, str] = {}  # name -> "module:Class"
     overlap: bool = True  # False: launch runs the step before it returns
 
 
@@ -105,6 +110,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     attention_backend: str
     load_format: str
+    logit_processors: list[str] = []  # names that a request may use
     explain: dict[str, str] = {}  # derived value -> why it is so
 
 

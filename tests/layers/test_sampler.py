@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from banyan.layers.rng import uniforms
-from banyan.layers.sampler import FAILED, sample
-from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
+from banyan.layers.sampler import sample
+from banyan.layers.sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
 
 
 def params(n: int, *, temperature=1.0, top_p=1.0, top_k=TOP_K_ALL, min_p=0.0, seed=0, position=0, banned=()) -> SamplingInput:
@@ -158,7 +158,7 @@ def test_banned_ids_are_never_chosen_and_a_row_without_any_id_fails():
     ids = sample(logits.clone(), params(100, position=np.arange(100), banned=banned))
     assert set(ids.tolist()) == {1, 2}
     assert sample(logits[:1].clone(), params(1, temperature=0.0, banned=banned[:1])).tolist() == [1]
-    assert sample(logits[:1].clone(), params(1, banned=[(0, 0), (0, 1), (0, 2)])).tolist() == [FAILED]
+    assert sample(logits[:1].clone(), params(1, banned=[(0, 0), (0, 1), (0, 2)])).tolist() == [NO_CHOICE]
 
 
 def test_no_rows():
