@@ -1,8 +1,9 @@
 """How select decides among its choices, from the log-probabilities of their tokens.
 
 What is scored: let P be the tokens of the prompt and F_c those of prompt + choice, tokenised together. k is the first position at
-which any F_c departs from P, so F_c[:k] is the same for all choices, and each choice's tokens are F_c[k:]. Usually k = len(P); it
-is less where a choice changes how the end of the prompt is tokenised. Every entry a method sees is a number: nothing before k counts.
+which any F_c departs from P, so F_c[:k] is the same for all choices, and each choice's tokens are F_c[k:]. Usually k = len(P);
+it is less where a choice changes how the end of the prompt is tokenised. Every entry a method sees is a number: nothing before k
+counts.
 """
 
 from __future__ import annotations

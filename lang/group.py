@@ -47,7 +47,7 @@ class _Group(Generic[S]):
         inner = [state.interpreter for state in self.states]
         for each in inner:
             each.flush()
-            each.queue.close()
+            each.close()
         return inner
 
     def _merge(self, inner: list[Interpreter], mode: str) -> None:

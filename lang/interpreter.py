@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ class Setting:
     num_spec_tokens: int | None = None
 
 
+running: ContextVar[Setting | None] = ContextVar("running", default=None)  # the run whose function is being executed here
+
+
 class Interpreter:
     """``submit`` takes steps; everything else reads. Reading waits on ``signal``."""
 
@@ -50,7 +54,7 @@ class Interpreter:
         self._scopes: dict[str, int] = {}
         self._path = path
         self._num_gens = 0
-        self._num_forks = 0
+        self._forks: list[list[Interpreter]] = []
         self._speculation = Speculation.of(setting)
 
     # --- steps ------------------------------------------------------------------------------------------------------------------
@@ -149,12 +153,13 @@ class Interpreter:
             return
         event = Event(kind="gen", label=gen.name or "", role=self.transcript.role, start=self.record.now())
         if self.setting.stream and (params.n or 1) == 1 and gen.reasoning is None:
-            metas = [self._stream(gen, params)]
+            text, meta = self._stream(gen, params)
+            self._finish(event, [meta], text)
         else:
-            metas = self._whole(gen, params)
-        self._finish(event, metas, self.variables.get(gen.name) if gen.name else self.transcript.text[-200:])
+            texts, metas = self._whole(gen, params)
+            self._finish(event, metas, "\n---\n".join(texts))
 
-    def _whole(self, gen: ir.Gen, params: ir.SamplingParams) -> list[dict[str, Any]]:
+    def _whole(self, gen: ir.Gen, params: ir.SamplingParams) -> tuple[list[str], list[dict[str, Any]]]:
         """Without streaming. Text goes on with the first of several completions."""
         if self._speculation is not None:
             done = self._speculation.complete(self.transcript.prompt(), params)
@@ -174,9 +179,9 @@ class Interpreter:
             self._write(gen.name, texts, metas)
         else:
             self._write(gen.name, texts[0], metas[0])
-        return metas
+        return texts, metas
 
-    def _stream(self, gen: ir.Gen, params: ir.SamplingParams) -> dict[str, Any]:
+    def _stream(self, gen: ir.Gen, params: ir.SamplingParams) -> tuple[str, dict[str, Any]]:
         """Text and variable grow as the completion comes in."""
         meta: dict[str, Any] = {}
         value = ""
@@ -188,7 +193,7 @@ class Interpreter:
                 self._assign(gen.name, value, meta)
             self.signal.notify()
         self._write(gen.name, value, meta)
-        return meta
+        return value, meta
 
     def _select(self, part: ir.Select) -> None:
         event = Event(kind="select", label=part.name or "", role=self.transcript.role, start=self.record.now())
@@ -213,8 +218,8 @@ class Interpreter:
             self._write(name, value, meta)
         self._finish(event, [meta], text)
 
-    def _finish(self, event: Event, metas: list[dict[str, Any]], text: Any) -> None:
-        event.text = text if isinstance(text, str) else "\n---\n".join(text or [])
+    def _finish(self, event: Event, metas: list[dict[str, Any]], text: str) -> None:
+        event.text = text
         reasons = [meta["finish_reason"] for meta in metas if meta.get("finish_reason")]
         if reasons:
             event.detail["finish_reason"] = reasons[0] if len(reasons) == 1 else reasons
@@ -240,11 +245,12 @@ class Interpreter:
 
     def fork(self, size: int) -> list[Interpreter]:
         """States that go on from here; each begins when this one has come to this point. Never waits."""
-        number, self._num_forks = self._num_forks, self._num_forks + 1
+        number = len(self._forks)
         forks = [
             Interpreter(self.setting, held=True, path=(*self._path, number, index), record=Record(self.record.clock))
             for index in range(size)
         ]
+        self._forks.append(forks)
 
         def drop(error: Exception) -> None:
             for each in forks:
@@ -333,16 +339,23 @@ class Interpreter:
         with self.signal:
             return name in self.variables or name in self._pending
 
+    def close(self) -> None:
+        """No more steps will come, neither here nor in a fork."""
+        for group in self._forks:
+            for fork in group:
+                fork.close()
+        self.queue.close()
+
     def is_idle(self) -> bool:
-        """All that was submitted is done. Look with the signal held."""
-        return self.queue.is_idle
+        """All that was submitted is done; for those outside of the program, all that will be. Look with the signal held."""
+        return self.queue.is_idle if running.get() is self.setting else self.queue.is_finished
 
     def is_complete(self, name: str) -> bool:
         """The variable has its value, or never will. Look with the signal held."""
         if self.queue.error is not None:
             return True
         pending = self._pending.get(name)
-        return self.queue.is_idle if pending is None and name not in self.variables else not pending
+        return self.is_idle() if pending is None and name not in self.variables else not pending
 
     def value(self, name: str) -> Any:
         """A complete variable. Raises the state's error, or VariableError."""

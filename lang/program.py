@@ -8,7 +8,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
 
@@ -17,7 +16,7 @@ from .backend.resolve import as_backend
 from .batch import run_all
 from .errors import NoBackendError, ProgramError, StepError
 from .global_config import global_config
-from .interpreter import Interpreter, Setting
+from .interpreter import Interpreter, Setting, running
 from .ir import SamplingParams
 from .requirements import Requirements
 from .state import AsyncProgramState, BaseState, ProgramState
@@ -39,7 +38,6 @@ SAMPLING = {field.name for field in fields(SamplingParams)} - {"regex", "json_sc
 MIN_PREFIX = 64  # characters of a shared prefix that are worth a call of their own
 MIN_THREADS = 96
 
-_current: ContextVar[Backend | None] = ContextVar("backend", default=None)  # of the program under way, for programs it calls
 Item = Mapping[str, Any] | Sequence[Any]
 
 
@@ -131,28 +129,29 @@ class Function:
 
     @staticmethod
     def _backend(backend: Any) -> Backend:
-        chosen = backend or _current.get() or global_config.default_backend
+        outer = running.get()  # of a program that calls this one
+        chosen = backend or (outer and outer.backend) or global_config.default_backend
         if chosen is None:
             raise NoBackendError
         return as_backend(chosen)
 
     def _execute(self, state: ProgramState, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        token = _current.set(state.backend)
+        token = running.set(state.interpreter.setting)
         try:
             state.ret_value = self.func(state, *args, **{**kwargs, **self.bind_arguments})
             state.sync()
         finally:
-            _current.reset(token)
+            running.reset(token)
             state.end()
         _tell(state)
 
     async def _execute_async(self, state: AsyncProgramState, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        token = _current.set(state.backend)
+        token = running.set(state.interpreter.setting)
         try:
             state.ret_value = await self.func(state, *args, **{**kwargs, **self.bind_arguments})
             await state.sync()
         finally:
-            _current.reset(token)
+            running.reset(token)
             state.end()
         _tell(state)
 

@@ -87,7 +87,7 @@ class BaseState:
 
     def end(self) -> None:
         """No more steps will come. ``run`` calls it."""
-        self._interpreter.queue.close()
+        self._interpreter.close()
 
     # --- reading, common parts --------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class BaseState:
         return lambda: self._interpreter.is_complete(name)
 
     def _idle(self) -> bool:
-        return self._interpreter.queue.is_idle
+        return self._interpreter.is_idle()
 
     def _progress(self, name: str | None) -> tuple[str, bool]:
         """(text so far, whether it is all); the signal is held."""
