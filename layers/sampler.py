@@ -19,6 +19,7 @@ import torch
 
 from .rng import uniforms
 from .sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
+from .token_mask import apply_mask
 
 NUM_CANDIDATES = 1024
 GREEDY_EPS = 1e-6  # temperatures below are greedy
@@ -31,6 +32,8 @@ def sample(logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: 
     logits is float32 and may be modified. num_candidates is for tests: it changes the cost, never the result.
     """
     ban(logits_SV, sampling)
+    if sampling.allowed is not None:
+        apply_mask(logits_SV, sampling.allowed)
     best = logits_SV.argmax(dim=-1, keepdim=True)  # a NaN counts as the greatest, so one look at the best finds any
     top = logits_SV.gather(1, best)
     result = torch.where(torch.isfinite(top), best, torch.where(top == float("-inf"), NO_CHOICE, FAILED))[:, 0]

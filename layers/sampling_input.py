@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .late_mask import LateMask
+
 TOP_K_ALL = 1 << 30
 FAILED = -1  # in place of a sampled id: the row's logits were not finite
 NO_CHOICE = -2  # in place of a sampled id: all ids are banned
@@ -44,3 +46,4 @@ class SamplingInput:
     positions: np.ndarray  # int64, index of the sampled token in its sequence: with the seed it determines the draw
     banned_rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # row in [0, S) of each banned pair
     banned_ids: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))  # token id that row may not sample
+    allowed: LateMask | None = None  # what rows that follow a grammar may sample; applied last

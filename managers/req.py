@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..mem_cache.prefix_cache import CacheHold, CacheKey
+from .constraint import Constraint
 from .detokenizer import StopChecker
 from .io_struct import CacheHint, FinishReason, GenerateReq, unpack_ids
 from .sampling_params import SamplingParams
@@ -38,6 +39,7 @@ class Req:
     logit_processor: str = ""
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
+    constraint: Constraint | None = None  # where it stands in its grammar
     hold: CacheHold | None = None
     cached_tokens: int | None = None
     num_retractions: int = 0

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from ..model_executor.step import NO_CHOICE, StepOutput
+from .constrained import constrained_reason
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .output_stream import OutputStream
@@ -95,9 +96,11 @@ class ResultProcessor:
         table.known_lens[rows] = lens + 1
         eos = table.eos_mask[ids] & ~table.ignore_eos[rows]
         length = lens + 1 >= table.limits[rows]
-        for index in np.flatnonzero(eos | length | table.own_stops[rows]).tolist():
+        for index in np.flatnonzero(eos | length | table.own_stops[rows] | table.constrained[rows]).tolist():
             row, token_id = int(rows[index]), int(ids[index])
-            reason = table.req(row).stop_reason(token_id) if table.own_stops[row] else None
+            reason = constrained_reason(table.req(row), token_id) if table.constrained[row] else None
+            if reason is None and table.own_stops[row]:
+                reason = table.req(row).stop_reason(token_id)
             if reason is None and eos[index]:
                 reason = FinishReason(kind="stop", matched=token_id)
             if reason is None and length[index]:

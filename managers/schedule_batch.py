@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..layers.late_mask import LateMask
 from ..model_executor.step import ForwardMode, RowControls, SamplingInput, StepInput
 from .live_table import LiveTable
 from .req import Req
@@ -104,9 +105,15 @@ def _advance(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> tuple[np.
 
 
 def _sampling(table: LiveTable, rows: np.ndarray, positions: np.ndarray) -> SamplingInput:
-    """Parameters of rows whose next token is at ``positions``; those below their min_new_tokens may not stop."""
+    """Parameters of rows whose next token is at ``positions``; those below their min_new_tokens may not stop.
+
+    Of rows that follow a grammar, that is for their mask to say: an output that the grammar calls complete must be able to end.
+    """
     sampling = table.sampling.take(rows, positions)
-    young = np.flatnonzero(positions < table.min_lens[rows])
+    constrained = table.constrained[rows]
+    if constrained.any():
+        sampling.allowed = LateMask(np.flatnonzero(constrained))
+    young = np.flatnonzero((positions < table.min_lens[rows]) & ~constrained)
     if len(young):
         bans = [(index, _stop_ids(table, int(rows[index]))) for index in young]
         sampling.banned_rows = np.concatenate([np.full(len(ids), index, np.int32) for index, ids in bans])

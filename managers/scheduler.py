@@ -11,6 +11,7 @@ import logging
 import numpy as np
 
 from ..model_executor.step import Runner, StepHandle
+from .constrained import StepMasks
 from .faults import Faults
 from .io_struct import FinishReason
 from .output_stream import OutputStream
@@ -59,6 +60,7 @@ class Scheduler:
         self.chunked: Req | None = None  # the one request whose prompt is computed in part
         self.live: dict[str, Req] = {}
         self.decode_debt = 0  # decode steps that are due before the next prefill step
+        self.masks = StepMasks(memory.table, self.abort, late=runner.info.device == "cpu")
         self.results = ResultProcessor(memory.table, outputs, self.finish, self._keep, self._pin)
 
     # --- the three verbs
@@ -67,7 +69,7 @@ class Scheduler:
         """The next step, or None. in_flight: a launched step is not absorbed yet, so short memory may be about to ease."""
         if self.faults.at("scheduler_die"):
             raise RuntimeError("BANYAN_FAULTS: scheduler_die")
-        if self.gate.paused:
+        if self.gate.paused or (in_flight and self.masks.must_wait(self.running)):
             return None
         if self.decode_debt and len(self.running):
             self.decode_debt -= 1
@@ -86,6 +88,7 @@ class Scheduler:
         """Start the step on the device."""
         if self.faults.at("step_fail"):
             batch.step.input_ids[:] = np.iinfo(np.int64).max
+        self.masks.launching(batch)
         return self.runner.launch(batch.step)
 
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
@@ -107,6 +110,8 @@ class Scheduler:
             num_prefill_tokens = len(batch.step.input_ids) - num_decode
             self.stats.step(output.elapsed, num_prefill_tokens=num_prefill_tokens, num_decode_rows=num_decode)
             self.results.absorb(batch, output)
+        finally:
+            self.masks.absorbed()
 
     # --- requests come and go
 

@@ -13,8 +13,9 @@ import json
 
 import numpy as np
 
+from ..layers.late_mask import LateMask
 from .model_config import load_model_config
-from .step import ModelInfo, RunnerConfig, StepHandle, StepInput, timed_step
+from .step import NO_CHOICE, ModelInfo, RunnerConfig, StepHandle, StepInput, timed_step
 from .worker import InlineWorker, ThreadWorker, Worker
 
 DEFAULT_SLOTS = 65536
@@ -68,7 +69,9 @@ class OracleRunner:
         contexts = (self._context(int(step.rows[i]), int(step.seq_lens[i])) for i in step.sample_index)
         next_ids = np.fromiter((self._next(ids) for ids in contexts), np.int64, len(step.sample_index))
         self._avoid_banned(step, next_ids)
-        self._sampled[step.rows[step.sample_index]] = next_ids
+        if step.sampling.allowed is not None:
+            self._follow(step.sampling.allowed, next_ids)
+        self._sampled[step.rows[step.sample_index]] = np.maximum(next_ids, 0)
         return next_ids
 
     def _context(self, row: int, length: int) -> np.ndarray:
@@ -82,6 +85,15 @@ class OracleRunner:
             return int(ids[2 + position]) if 0 <= position < ids[1] else self.info.eos_token_ids[0]
         digest = int(((ids + 1).astype(np.uint64) * self._powers[: len(ids)]).sum())
         return (digest >> 17) % (vocab_size - 1)
+
+    def _follow(self, mask: LateMask, next_ids: np.ndarray) -> None:
+        """A token that is not allowed becomes the next one above that is, going round at the end; NO_CHOICE if none is."""
+        for row, allowed in zip(mask.rows.tolist(), mask.allowed(self.info.vocab_size), strict=True):
+            ids = np.flatnonzero(allowed)
+            if not len(ids):
+                next_ids[row] = NO_CHOICE
+            elif not allowed[next_ids[row]]:
+                next_ids[row] = ids[np.searchsorted(ids, next_ids[row]) % len(ids)]
 
     @staticmethod
     def _avoid_banned(step: StepInput, next_ids: np.ndarray) -> None:

@@ -1,0 +1,26 @@
+"""Token masks of rows that follow a grammar: the last thing that changes logits before a token is chosen."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .late_mask import LateMask
+
+
+def apply_mask(logits_SV: torch.Tensor, mask: LateMask) -> None:
+    """Set what the mask does not allow to -inf, in place. Waits until the mask is filled.
+
+    S rows, V vocabulary. Raises ValueError for a mask that covers less than the vocabulary.
+    """
+    bits, vocab_size = mask.wait(), logits_SV.shape[1]
+    if bits.shape[1] * 32 < vocab_size:
+        raise ValueError(f"a mask of {bits.shape[1] * 32} tokens for a vocabulary of {vocab_size}")
+    rows = torch.from_numpy(mask.rows.astype(np.int64)).to(logits_SV.device)
+    if logits_SV.device.type == "cpu":
+        allowed = torch.from_numpy(mask.allowed(vocab_size))
+    else:
+        words = torch.from_numpy(bits).to(logits_SV.device)
+        shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+        allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+    logits_SV.index_copy_(0, rows, logits_SV.index_select(0, rows).masked_fill_(~allowed, float("-inf")))

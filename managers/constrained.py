@@ -1,0 +1,110 @@
+"""The masks of steps whose rows follow a grammar.
+
+Under the overlap loop a step is launched before the tokens of the step before are known. So its mask is late: it is filled when
+those tokens have been absorbed, while the step computes, and the step waits for it only when it samples.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from ..layers.late_mask import LateMask
+from .constraint import ALL
+from .io_struct import FinishReason
+from .live_table import LiveTable
+from .req import Req
+from .schedule_batch import ScheduleBatch
+
+logger = logging.getLogger(__name__)
+
+
+def refused(reason: str) -> FinishReason:
+    """Why a constrained request is aborted."""
+    return FinishReason(kind="abort", message=reason, status_code=500, err_type="InternalServerError")
+
+
+DEAD_END = refused("No token is left that the grammar allows.")
+VIOLATED = refused("A token was sampled that the grammar does not allow.")
+
+
+def constrained_reason(req: Req, token_id: int) -> FinishReason | None:
+    """Take a sampled token into the request's constraint; whether that ends the request, and why."""
+    constraint = req.constraint
+    if constraint is None:
+        return None
+    constraint.accept(token_id)
+    if constraint.failed:
+        return VIOLATED
+    return FinishReason(kind="stop", matched=token_id) if constraint.is_complete else None
+
+
+class StepMasks:
+    """Fills the masks of launched steps. abort(rid, reason) ends a request whose grammar allows nothing more.
+
+    late: the runner computes on another thread, so that a mask may be filled after the launch.
+    """
+
+    def __init__(self, table: LiveTable, abort: Callable[[str, FinishReason], bool], *, late: bool) -> None:
+        self._table = table
+        self._abort = abort
+        self._late = late
+        self._width = (len(table.eos_mask) + 31) // 32
+        self._pending: ScheduleBatch | None = None
+
+    def must_wait(self, rows: np.ndarray) -> bool:
+        """Whether the mask of a step of these rows would have to be filled before a token that it depends on is known."""
+        table = self._table
+        return not self._late and bool((table.constrained[rows] & (table.known_lens[rows] < table.launched_lens[rows])).any())
+
+    def launching(self, batch: ScheduleBatch) -> None:
+        """A step is about to be launched: fill its mask now if it depends on nothing that is unknown, else when ``absorbed``."""
+        mask = batch.step.sampling.allowed
+        if mask is None:
+            return
+        rows = self._rows(batch, mask)
+        if (self._table.known_lens[rows] + 1 == self._table.launched_lens[rows]).all():
+            self._fill(batch, mask)
+        else:
+            self._pending = batch
+
+    def absorbed(self) -> None:
+        """The step before the newest launched one was absorbed, or failed: all that the newest one's mask depends on is known."""
+        batch, self._pending = self._pending, None
+        if batch is not None and batch.step.sampling.allowed is not None:
+            self._fill(batch, batch.step.sampling.allowed)
+
+    @staticmethod
+    def _rows(batch: ScheduleBatch, mask: LateMask) -> np.ndarray:
+        rows: np.ndarray = batch.step.rows[batch.step.sample_index[mask.rows]]
+        return rows
+
+    def _fill(self, batch: ScheduleBatch, mask: LateMask) -> None:
+        table = self._table
+        bits = np.full((len(mask.rows), self._width), ALL)
+        rows = self._rows(batch, mask)
+        epochs = batch.epochs[batch.step.sample_index[mask.rows]]
+        dead = []
+        try:
+            for index in np.flatnonzero(table.epochs[rows] == epochs):  # of the others, nobody wants the result
+                req = table.req(int(rows[index]))
+                if not self._fill_row(req, bits[index]):
+                    dead.append(req)
+        finally:
+            mask.fill(bits)
+        for req in dead:
+            self._abort(req.rid, DEAD_END)
+
+    def _fill_row(self, req: Req, row: np.ndarray) -> bool:
+        """False: nothing is allowed."""
+        if req.constraint is None:
+            return True
+        may_stop = self._table.known_lens[req.row] >= self._table.min_lens[req.row]
+        try:
+            req.constraint.fill(row, may_stop=bool(may_stop))
+        except (RuntimeError, ValueError):
+            logger.exception("the grammar of request %s failed", req.rid)
+            row[:] = 0
+        return bool(row.any())
