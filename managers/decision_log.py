@@ -207,7 +207,8 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
 
 
 def _disguised_params(params: SamplingParams, disguise: Disguise) -> SamplingParams:
-    """Stop strings become placeholders: that one was found is told by the turn's ``finished``."""
+    """Without what only changes the sampled ids, which are recorded. Stop strings and patterns become a placeholder: that one was
+    found is told by the turn's ``finished``."""
     return SamplingParams(
         max_new_tokens=params.max_new_tokens,
         min_new_tokens=params.min_new_tokens,
