@@ -362,7 +362,7 @@ def test_record_prompts_shows_all(folder: Path, tmp_path: Path) -> None:
 
 def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
     """A new field fails here until somebody decides whether a decision depends on it."""
-    not_needed = {"stream"}
+    not_needed = {"stream", "bad_word_ids", "logit_processor"}
     params_not_needed = {
         "temperature",
         "top_p",
@@ -374,6 +374,13 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         "no_stop_trim",
         "stream_interval",
         "sampling_seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "bad_words",
+        "custom_params",
     }
     full = GenerateReq(
         rid="a",
@@ -392,10 +399,12 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
     for name in set(GenerateReq.__struct_fields__) - not_needed - {"sampling_params"}:
         assert getattr(kept, name) == getattr(full, name), name
         assert getattr(full, name) != getattr(GenerateReq(rid="", input_ids=b"", sampling_params=SamplingParams()), name), name
-    for name in set(SamplingParams.__struct_fields__) - params_not_needed - {"stop"}:
+    for name in set(SamplingParams.__struct_fields__) - params_not_needed - {"stop", "stop_regex"}:
         assert getattr(kept.sampling_params, name) == getattr(full.sampling_params, name), name
         assert getattr(full.sampling_params, name) != getattr(SamplingParams(), name), name
-    assert bool(kept.sampling_params.stop)
+    for params in (SamplingParams(stop=["secret"]), SamplingParams(stop_regex=["secret"])):
+        hidden = disguised(GenerateReq(rid="", input_ids=b"", sampling_params=params), NoDisguise())
+        assert isinstance(hidden, GenerateReq) and hidden.sampling_params.stop == ["?"]
 
 
 def test_a_disguise_is_a_bijection() -> None:
