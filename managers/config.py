@@ -86,6 +86,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_auto_truncate: bool = False
     abort_on_priority_when_disabled: bool = False
     preferred_sampling_params: str = "{}"
+    max_top_logprobs: int = 20
     log_requests: bool = False
     random_seed: int | None = None  # seeds requests that bring no seed of their own
     max_sessions: int = 1024

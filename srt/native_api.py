@@ -59,6 +59,7 @@ _GENERATE_BODY = {
         },
         "routing_key": {"type": "string"},
         "timeout": {"type": "number", "exclusiveMinimum": 0},
+        "custom_logit_processor": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "return_prompt_token_ids": {"type": "boolean", "default": False},
         "session_id": {"type": "string"},
         "session_params": {

@@ -80,6 +80,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     preferred_sampling_params: Annotated[str, Meta(description="JSON object of sampling parameters laid under every request's")] = (
         "{}"
     )
+    logit_processors: Annotated[
+        str, Meta(description='JSON object of the logit processors that requests may name: {"name": "module:Class"}')
+    ] = "{}"
+    max_top_logprobs: Annotated[NotNegative, Meta(description="Most alternatives per token that a request may ask for")] = 20
 
     # Memory and scheduling
     mem_fraction_static: Annotated[Share | None, Meta(description="Share of the device's memory for weights and KV cache")] = None
@@ -213,6 +217,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             raise StartError("--model-path must not be empty.")
         for name in ("json_model_override_args", "preferred_sampling_params"):
             _json_object(flag(name), getattr(self, name))
+        _json_object("--logit-processors", self.logit_processors)
+        for name, place in json.loads(self.logit_processors).items():
+            if not name or not isinstance(place, str) or not re.fullmatch(r"[\w.]+:\w+", place):
+                raise StartError(f'--logit-processors: a name must lead to "module:Class", got {name!r}: {place!r}.')
         size = self.chunked_prefill_size
         if size is not None and size != -1 and size < self.page_size:
             raise StartError(f"--chunked-prefill-size must be -1 (off) or at least the page size {self.page_size}, got {size}.")
@@ -248,6 +256,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             page_size=self.page_size,
             random_seed=self.random_seed or 0,
             json_model_override_args=self.json_model_override_args,
+            logit_processors=json.loads(self.logit_processors),
             overlap=not self.disable_overlap_schedule,
         )
         return SchedulerConfig(
@@ -310,6 +319,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             allow_auto_truncate=self.allow_auto_truncate,
             abort_on_priority_when_disabled=self.abort_on_priority_when_disabled,
             preferred_sampling_params=json.dumps(preferred),
+            max_top_logprobs=self.max_top_logprobs,
             log_requests=self.log_requests,
             max_sessions=self.max_sessions,
             streaming_sessions=not self.disable_radix_cache,

@@ -53,6 +53,7 @@ def _query(body: CompletionBody) -> GenerateInput:
         stream=body.stream,
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
+        custom_logit_processor=body.custom_logit_processor,
         priority=body.priority,
         cache_hint=body.cache_hint.native() if body.cache_hint else None,
         session_id=body.session_id,

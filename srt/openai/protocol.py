@@ -100,18 +100,11 @@ class GenerateBody(Body):
     """What completions and chat have in common. ``unsupported`` names come from OpenAI, SGLang and vLLM."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "frequency_penalty": (0,),
-        "presence_penalty": (0,),
-        "repetition_penalty": (1,),
-        "logit_bias": (),
         "json_schema": ("",),
         "regex": ("",),
         "ebnf": ("",),
         "structural_tag": ("",),
-        "stop_regex": ("",),
         "lora_path": (),
-        "custom_params": (),
-        "custom_logit_processor": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
@@ -122,8 +115,6 @@ class GenerateBody(Body):
         "return_routed_experts": (),
         "return_sampling_mask": (),
         "prompt_logprobs": (),
-        "allowed_token_ids": (),
-        "bad_words": (),
         "use_beam_search": (),
         "length_penalty": (1,),
         "structured_outputs": (),
@@ -134,6 +125,9 @@ class GenerateBody(Body):
     n: int = Field(1, ge=1, le=MAX_N)
     seed: int | None = None
     stop: Stop = []
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = {}
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0)
@@ -143,7 +137,13 @@ class GenerateBody(Body):
     top_k: int = -1
     min_p: float = Field(0.0, ge=0, le=1)
     min_tokens: int = Field(0, ge=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=2)
     stop_token_ids: list[int] = []
+    stop_regex: Stop = []
+    allowed_token_ids: list[int] | None = None
+    bad_words: Stop = []
+    custom_params: dict[str, Any] = {}
+    custom_logit_processor: str | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -172,7 +172,15 @@ class GenerateBody(Body):
             "top_p",
             "top_k",
             "min_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "allowed_token_ids",
+            "bad_words",
+            "custom_params",
             "stop_token_ids",
+            "stop_regex",
             "ignore_eos",
             "skip_special_tokens",
             "spaces_between_special_tokens",

@@ -142,8 +142,7 @@ def test_what_is_not_served_is_refused(narrow: Server, stream: bool) -> None:
         message = refused(narrow.post({"text": "a", "stream": stream, name: [1]}), name)
         assert message == f"{name} is not supported."
     for name in NOT_SERVED:
-        value = {"5": 1} if name == "logit_bias" else "x" if isinstance(NOT_SERVED[name][0], str) else 1.5
-        refused(narrow.post({"text": "a", "stream": stream, "sampling_params": {name: value}}), name)
+        refused(narrow.post({"text": "a", "stream": stream, "sampling_params": {name: "x"}}), name)
     for number in (2_000_000_000, -1):
         refused(narrow.post({"text": "a", "return_logprob": True, "top_logprobs_num": number, "stream": stream}), "return_logprob")
     off = dict.fromkeys(UNSUPPORTED) | {"priority": None, "rid": None, "stream": None, "sampling_params": None}

@@ -104,6 +104,9 @@ def refused(validator: RequestValidator | None = None, /, **request: Any) -> Req
         ({"text": "a", "sampling_params": {"min_new_tokens": 100000, "max_new_tokens": None}}, "min_new_tokens"),
         ({"text": "a", "sampling_params": {"min_new_tokens": 60}}, "min_new_tokens"),
         ({"text": "a", "sampling_params": {"stop_token_ids": [VOCAB]}}, "stop_token_ids"),
+        ({"text": "a", "sampling_params": {"stop_regex": ["\udfff"]}}, "stop_regex"),
+        ({"text": "a", "sampling_params": {"bad_words": ["\udfff"]}}, "bad_words"),
+        ({"text": "a", "custom_logit_processor": "unknown"}, "custom_logit_processor"),
     ],
 )
 def test_what_cannot_run_is_refused_by_field(request_: dict[str, Any], param: str) -> None:

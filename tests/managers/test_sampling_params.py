@@ -79,6 +79,31 @@ def test_top_k_one_is_greedy() -> None:
         ("sampling_seed", 1 << 63),
         ("sampling_seed", "x"),
         ("ignore_eos", "yes"),
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 2.5),
+        ("logit_bias", {str(VOCAB): 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"01": 1}),
+        ("logit_bias", {"\u0661": 1}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"1": math.inf}),
+        ("logit_bias", {"1": math.nan}),
+        ("logit_bias", {"1": "a"}),
+        ("logit_bias", [1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [VOCAB]),
+        ("bad_words", [""]),
+        ("bad_words", ["a"] * 257),
+        ("stop_regex", ["a"] * 33),
+        ("stop_regex", "a" * 257),
+        ("stop_regex", "a*"),
+        ("stop_regex", "(?=a)b"),
+        ("stop_regex", "^a"),
+        ("stop_regex", "((a{1000}){1000}){9}"),
+        ("custom_params", {"a": "x" * 70000}),
+        ("custom_params", [1]),
     ],
 )
 def test_bad_values_name_the_field(field: str, value: Any) -> None:
@@ -91,6 +116,14 @@ def test_bad_values_name_the_field(field: str, value: Any) -> None:
 
 def test_last_token_of_the_vocabulary_is_a_good_stop() -> None:
     assert parse(stop_token_ids=[VOCAB - 1]).stop_token_ids == [VOCAB - 1]
+
+
+def test_values_at_the_edge_are_good() -> None:
+    edge = str(VOCAB - 1)
+    params = parse(logit_bias={edge: -100, "0": 100}, allowed_token_ids=[VOCAB - 1], frequency_penalty=-2, repetition_penalty=2)
+    assert params.logit_bias == {edge: -100.0, "0": 100.0}
+    assert parse(stop_regex="a|b", bad_words="x").stop_regex == ["a|b"]
+    assert parse(stop_regex=["", "a"]).stop_regex == ["a"]
 
 
 def test_unknown_field_names_the_closest() -> None:
