@@ -86,6 +86,9 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_auto_truncate: bool = False
     abort_on_priority_when_disabled: bool = False
     preferred_sampling_params: str = "{}"
+    grammar_backend: str = "xgrammar"  # tried first; "none": requests with a grammar are refused
+    grammar_compile_timeout: float = 10.0  # seconds
+    grammar_compile_memory: int = 1 << 30  # bytes
     max_top_logprobs: int = 20
     log_requests: bool = False
     random_seed: int | None = None  # seeds requests that bring no seed of their own

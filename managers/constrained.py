@@ -38,7 +38,10 @@ def constrained_reason(req: Req, token_id: int) -> FinishReason | None:
     constraint.accept(token_id)
     if constraint.failed:
         return VIOLATED
-    return FinishReason(kind="stop", matched=token_id) if constraint.is_complete else None
+    if not constraint.is_complete:
+        return None
+    # matched only for a token that is no part of the text
+    return FinishReason(kind="stop", matched=token_id if token_id in constraint.stop_ids else None)
 
 
 class StepMasks:

@@ -13,6 +13,7 @@ import numpy as np
 
 from .errors import RequestError
 from .grammar import CompiledGrammar, GrammarBackend, Matcher, Vocabulary, create_backend
+from .io_struct import ControlReply, LoadGrammarReq
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Constraint:
 
     def __init__(self, matcher: Matcher, vocabulary: Vocabulary, think_end: tuple[int, ...] = ()) -> None:
         self._matcher = matcher
-        self._stops = vocabulary.stop_ids
+        self.stop_ids = vocabulary.stop_ids
         self._think_end = think_end
         self._recent: tuple[int, ...] = ()
         self.thinking = bool(think_end)
@@ -61,7 +62,7 @@ class Constraint:
 
     def _forbid_stops(self, row: np.ndarray) -> None:
         without = row.copy()
-        for token_id in self._stops:
+        for token_id in self.stop_ids:
             without[token_id // 32] &= ~np.int32(np.uint32(1 << (token_id % 32)).view(np.int32))
         if self.thinking or without.any():
             row[:] = without
@@ -70,27 +71,30 @@ class Constraint:
 class GrammarStore:
     """The grammars that were sent to this scheduler, by key. They are loaded on a thread, by native code that leaves the GIL."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
-        """vocabulary is called when the first grammar comes."""
+    def __init__(self, vocabulary: Callable[[], Vocabulary], reply: Callable[[ControlReply], None]) -> None:
+        """vocabulary is called when the first grammar comes; reply is called on any thread."""
         self._make_vocabulary = vocabulary
+        self._reply = reply
         self._vocabulary: Vocabulary | None = None
         self._backends: dict[str, GrammarBackend] = {}
         self._loading: dict[str, Future[CompiledGrammar]] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
 
-    def load(self, key: str, backend: str, data: bytes, loaded: Callable[[str], None]) -> None:
-        """Load a grammar and call ``loaded`` from the thread, with an empty string or with what went wrong."""
+    def load(self, message: LoadGrammarReq) -> None:
+        """Load a grammar; replies when that is done."""
+        key, backend = message.key, message.backend
 
         def work() -> CompiledGrammar:
             if backend not in self._backends:
                 self._backends[backend] = create_backend(backend, self.vocabulary())
-            return self._backends[backend].load(data)
+            return self._backends[backend].load(message.data)
 
         def done(future: Future[CompiledGrammar]) -> None:
             error = future.exception()
             if error is not None:
                 logger.error("a grammar could not be loaded", exc_info=error)
-            loaded("" if error is None else f"{type(error).__name__}: {error}")
+            why = "" if error is None else f"{type(error).__name__}: {error}"
+            self._reply(ControlReply(call_id=message.call_id, success=error is None, message=why))
 
         if key not in self._loading:
             self._loading[key] = self._pool.submit(work)

@@ -9,17 +9,20 @@ from typing import Any
 
 from .cache_control import CacheControl
 from .config import SchedulerConfig
+from .constraint import GrammarStore
 from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
     CacheReportReq,
     ContinueReq,
     ControlReply,
+    DropGrammarReq,
     ExplainCacheReq,
     FinishReason,
     FlushCacheReq,
     GenerateReq,
     InternalStateReq,
+    LoadGrammarReq,
     PauseReq,
     ReleaseHoldReq,
     SetPace,
@@ -54,6 +57,7 @@ class Control:
         *,
         clock: Callable[[], float] = time.monotonic,
         tap: Callable[[list[ToScheduler]], list[ToScheduler]] = lambda messages: messages,
+        grammars: GrammarStore | None = None,
     ) -> None:
         """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived."""
         self.shutdown = False
@@ -64,6 +68,7 @@ class Control:
         self._config = config
         self._clock = clock
         self._tap = tap
+        self._grammars = grammars
         self._begin = clock()
         self._ticked = float("-inf")  # the time of the newest tick
         self._quiesce = Quiesce(scheduler, reply)
@@ -74,6 +79,8 @@ class Control:
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._generate,
             AbortReq: self._abort,
+            LoadGrammarReq: self._load_grammar,
+            DropGrammarReq: self._drop_grammar,
             ReleaseHoldReq: self._release_hold,
             FlushCacheReq: self._quiesce.flush,
             PauseReq: self._quiesce.pause,
@@ -141,6 +148,8 @@ class Control:
             req = Req.from_message(
                 message, arrival=self._num_received, weight_version=self._config.weight_version, tokenizer=self._tokenizer
             )
+            if message.grammar_key:
+                req.constraint = self._store().constraint(message.grammar_key, tuple(message.think_end))
         except Exception as error:
             logger.exception("request %s could not be queued", message.rid)
             self._refuse(message, error)
@@ -157,6 +166,18 @@ class Control:
         rids = list(self._scheduler.live) if message.abort_all else [message.rid]
         for rid in rids:
             self._scheduler.abort(rid, ABORTED)
+
+    def _store(self) -> GrammarStore:
+        if self._grammars is None:
+            raise RuntimeError("this scheduler has no grammars")
+        return self._grammars
+
+    def _load_grammar(self, message: LoadGrammarReq) -> None:
+        self._store().load(message)
+
+    def _drop_grammar(self, message: DropGrammarReq) -> None:
+        if self._grammars is not None:
+            self._grammars.drop(message.key)
 
     def _release_hold(self, message: ReleaseHoldReq) -> None:
         self._scheduler.memory.holds.release(message.session)

@@ -25,7 +25,9 @@ from .io_struct import (
     AbortReq,
     CacheReportReq,
     ExplainCacheReq,
+    DropGrammarReq,
     GenerateReq,
+    LoadGrammarReq,
     ReleaseHoldReq,
     Tick,
     TokenOutput,
@@ -203,6 +205,8 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
         return AbortReq(rid=name(message.rid), abort_all=message.abort_all)
     if isinstance(message, ReleaseHoldReq):
         return ReleaseHoldReq(session=name(message.session))
+    if isinstance(message, LoadGrammarReq | DropGrammarReq):  # a grammar only changes the sampled ids
+        return DropGrammarReq(key="")
     return message
 
 

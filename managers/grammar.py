@@ -7,12 +7,14 @@ its own. A token mask is one row of int32 [ceil(V / 32)]: bit i % 32 of word i /
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 
+from ..model_executor.step import ModelInfo
 from .errors import RequestError
 from .tokenizer import Tokenizer
 
@@ -60,6 +62,11 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
     def mask_width(self) -> int:
         """Words of one mask."""
         return mask_width(len(self.tokens))
+
+
+def stop_ids_of(model: ModelInfo, tokenizer_stop_ids: Iterable[int]) -> tuple[int, ...]:
+    """Every id that ends a text, by the model's account or the tokenizer's."""
+    return tuple(sorted(token_id for token_id in {*model.eos_token_ids, *tokenizer_stop_ids} if token_id < model.vocab_size))
 
 
 class Matcher(Protocol):

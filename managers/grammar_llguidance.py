@@ -15,7 +15,12 @@ from .errors import RequestError
 from .grammar import EBNF, JSON_SCHEMA, REGEX, CompiledGrammar, Matcher, Vocabulary, mask_width
 
 # Escapes as \uXXXX are left out: a key spelled with them is another string to the grammar, but the same to a JSON reader.
-JSON_OPTIONS: Any = {"json_allowed_escapes": '"\\bfnrt', "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
+JSON_OPTIONS: Any = {
+    "json_allowed_escapes": '"\\bfnrt',
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 STEP_ITEMS = 50_000  # parser items per mask: about 3 ms
 
 

@@ -2,6 +2,9 @@
 
 Only the bindings of the package are loaded: its ``__init__`` imports torch and transformers, which takes seconds and hundreds of
 megabytes and which neither compiling nor matching needs. So this depends on how that very version is laid out.
+
+JSON is written on one line, with one blank behind each comma and colon: with free whitespace a model may write blanks for ever, and
+a bound on their number makes grammars tens of times larger.
 """
 
 from __future__ import annotations
@@ -9,16 +12,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+import time
 import types
 from importlib import import_module
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from .errors import RequestError
 from .grammar import EBNF, JSON_SCHEMA, KINDS, REGEX, CompiledGrammar, Matcher, Vocabulary
 
-MAX_WHITESPACE = 32  # characters between two tokens of JSON: without a bound, a model may write blanks for ever
 RAW = 0  # the vocabulary is given as the bytes of its tokens
 _PACKAGE = "xgrammar"
 
@@ -57,22 +61,48 @@ class XGrammarBackend:
         self._info = self._core.TokenizerInfo(vocabulary.tokens, RAW, len(vocabulary.tokens), list(vocabulary.stop_ids), False)
 
     def compile(self, kind: str, text: str) -> bytes:
-        compiler = self._core.GrammarCompiler(self._info, 1, False, -1, False)
+        begin = time.perf_counter()
         try:
-            if kind == JSON_SCHEMA:
-                compiled = compiler.compile_json_schema(text, True, None, None, True, MAX_WHITESPACE, False)
-            elif kind == REGEX:
-                compiled = compiler.compile_regex(text)
-            elif kind == EBNF:
-                compiled = compiler.compile_grammar_from_strings(text, "root")
-            else:
-                compiled = compiler.compile_structural_tag(text)
-            return str(compiled.serialize_json()).encode()
+            compiled = self._compile(kind, text)
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(f"{kind}: {_reason(error)}", param=kind) from None
+        compiled_at = time.perf_counter()
+        written = str(compiled.serialize_json())
+        written_at = time.perf_counter()
+        self._core.CompiledGrammar.deserialize_json(written, self._info)
+        loaded_at = time.perf_counter()
+        # Reading a large grammar takes longer than compiling it again, once it is known to compile in time.
+        form = _Text(kind, text) if compiled_at - begin < loaded_at - written_at else _Written(written)
+        return msgspec.msgpack.encode(form)
 
     def load(self, data: bytes) -> CompiledGrammar:
-        return _Compiled(self._core, self._core.CompiledGrammar.deserialize_json(data.decode(), self._info))
+        form = msgspec.msgpack.decode(data, type=_Text | _Written)
+        if isinstance(form, _Text):
+            return _Compiled(self._core, self._compile(form.kind, form.text))
+        return _Compiled(self._core, self._core.CompiledGrammar.deserialize_json(form.json, self._info))
+
+    def _compile(self, kind: str, text: str) -> Any:
+        compiler = self._core.GrammarCompiler(self._info, 1, False, -1, False)
+        if kind == JSON_SCHEMA:
+            return compiler.compile_json_schema(text, False, None, None, True, None, False)
+        if kind == REGEX:
+            return compiler.compile_regex(text)
+        if kind == EBNF:
+            return compiler.compile_grammar_from_strings(text, "root")
+        return compiler.compile_structural_tag(text)
+
+
+class _Text(msgspec.Struct, tag=True, array_like=True):
+    """A grammar that is compiled again when it is loaded."""
+
+    kind: str
+    text: str
+
+
+class _Written(msgspec.Struct, tag=True, array_like=True):
+    """A compiled grammar."""
+
+    json: str
 
 
 class _Compiled:

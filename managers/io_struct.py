@@ -73,8 +73,25 @@ class GenerateReq(Message):
     routing_key: str = ""
     bad_word_ids: list[list[int]] = []  # the token sequences of sampling_params.bad_words
     logit_processor: str = ""
+    grammar_key: str = ""  # of a grammar that was loaded before
+    think_end: list[int] = []  # the grammar begins behind these tokens; empty: at once
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler
+
+
+class LoadGrammarReq(Message):
+    """Load a compiled grammar; answered when requests may name its key."""
+
+    call_id: int
+    key: str
+    backend: str
+    data: bytes
+
+
+class DropGrammarReq(Message):
+    """No later request names this key, unless it is loaded again."""
+
+    key: str
 
 
 class ReleaseHoldReq(Message):
@@ -220,6 +237,8 @@ class TextOutput(OutputColumns):
 
 ToScheduler = (
     GenerateReq
+    | LoadGrammarReq
+    | DropGrammarReq
     | ReleaseHoldReq
     | AbortReq
     | FlushCacheReq

@@ -30,12 +30,8 @@ MAX_N = 128
 SEED_RANGE = 1 << 63
 
 # Parameters that clients send and that are not served, with the values (besides null) that change nothing.
-NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "json_schema": ("",),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
-}
+NOT_SERVED: dict[str, tuple[Any, ...]] = {}
+GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +53,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = []
     custom_params: dict[str, Any] = {}
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -68,6 +68,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_EPS or self.top_k == 1
+
+    def grammar(self) -> tuple[str, str] | None:
+        """Kind and text of the grammar that the output must follow."""
+        given = [(name, text) for name in GRAMMAR_FIELDS if (text := getattr(self, name)) is not None]
+        return given[0] if given else None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], vocab_size: int) -> SamplingParams:
@@ -85,6 +90,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         for name, kind in (("stop", str), ("stop_regex", str), ("bad_words", str), ("stop_token_ids", int)):
             if isinstance(given.get(name), kind):
                 given[name] = [given[name]]
+        _read_grammars(given)
         try:
             params = msgspec.convert(given, cls, strict=True)
         except msgspec.ValidationError as error:
@@ -156,6 +162,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             )
         if self.custom_params and len(msgspec.json.encode(self.custom_params)) > MAX_CUSTOM_PARAMS:
             raise RequestError(f"custom_params: at most {MAX_CUSTOM_PARAMS} bytes.", param="custom_params")
+
+
+def _read_grammars(given: dict[str, Any]) -> None:
+    """At most one grammar; an object stands for its JSON, an empty string for nothing."""
+    for name in GRAMMAR_FIELDS:
+        if given.get(name) == "":
+            del given[name]
+        elif isinstance(given.get(name), dict):
+            given[name] = msgspec.json.encode(given[name]).decode()
+    names = [name for name in GRAMMAR_FIELDS if name in given]
+    if len(names) > 1:
+        raise RequestError(f"sampling_params: only one of {', '.join(names)} may be given.", param=names[1])
 
 
 def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:

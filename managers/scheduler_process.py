@@ -21,13 +21,15 @@ from ..mem_cache.sizing import max_prompt_len, max_req_len, max_running_requests
 from ..model_executor.factory import create_runner
 from ..model_executor.step import Runner
 from .config import SchedulerConfig, SchedulerInfo
+from .constraint import GrammarStore
 from .control import Control
 from .deadlines import Timers
 from .decision_file import DecisionFile, NoFile, Subject, write_crash
 from .decision_log import Recorder
 from .event_loop import EventLoop, NormalLoop, OverlapLoop
 from .faults import Faults
-from .io_struct import Heartbeat, TokenOutput, ToScheduler
+from .grammar import Vocabulary, stop_ids_of
+from .io_struct import ControlReply, Heartbeat, TokenOutput, ToScheduler
 from .ipc import Receiver, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
@@ -77,7 +79,14 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
     sink = DecisionFile(config.record_decisions, subject) if config.record_decisions else NoFile()
     recorder = Recorder(scheduler, sink)
     receiver: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
-    control = Control(scheduler, receiver, Sender(context, config.ipc.tokenizer).send, tokenizer, config, tap=recorder.take)
+    grammars = GrammarStore(
+        lambda: Vocabulary.of(
+            tokenizer, vocab_size=info.model.vocab_size, stop_ids=stop_ids_of(info.model, tokenizer.eos_token_ids)
+        ),
+        _reply_on_any_thread(context, config.ipc.tokenizer),
+    )
+    reply = Sender(context, config.ipc.tokenizer).send
+    control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take, grammars=grammars)
     loop: EventLoop = OverlapLoop(recorder, control.receive) if info.overlap else NormalLoop(recorder, control.receive)
     pulse = Pulse(scheduler)
     threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
@@ -93,6 +102,18 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
         raise
     finally:
         recorder.close()
+
+
+def _reply_on_any_thread(context: zmq.Context[Any], address: str) -> Callable[[ControlReply], None]:
+    """A socket belongs to one thread, so each thread gets one of its own."""
+    local = threading.local()
+
+    def reply(message: ControlReply) -> None:
+        if not hasattr(local, "sender"):
+            local.sender = Sender(context, address)
+        local.sender.send(message)
+
+    return reply
 
 
 def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) -> tuple[SchedulerInfo, Memory]:

@@ -23,6 +23,7 @@ from .deadlines import OWN, REASONS
 from .errors import EngineDeadError, RequestError
 from .generate_json import GenerateFormat
 from .generation import GenerateInput, Generation, Output
+from .grammar_service import GrammarService
 from .health import Health, HealthMonitor
 from .io_struct import (
     AbortReq,
@@ -100,6 +101,8 @@ class TokenizerManager:
         self._sessions = SessionService(config, abort=self._abort_rids, send=self._send)
         self._monitor = HealthMonitor()
         self._calls = ControlCalls(self._send)
+        stop_ids = getattr(self.tokenizer, "eos_token_ids", ())
+        self._grammars = GrammarService(config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send)
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._link: Link | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -132,6 +135,7 @@ class TokenizerManager:
         try:
             self._sessions.begin(plan)
             messages = await asyncio.get_running_loop().run_in_executor(self._pool, self._validator.prepare, plan)
+            await self._grammars.attach(messages)  # nothing may be awaited between this and sending
             self._check_open()
             self._sessions.commit(plan, messages)
         except BaseException:
@@ -314,6 +318,7 @@ class TokenizerManager:
         self._fail_waiters()
         self._sessions.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         if self._link is None or self._receiving is None:
             return
         link, self._link = self._link, None
