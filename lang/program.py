@@ -85,11 +85,11 @@ class Function:
         setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=use_thread)
         if self.is_async:
             async_state = AsyncProgramState(Interpreter(setting))
-            self._in_thread(lambda: asyncio.run(self._execute_async(async_state, args, kwargs)), async_state)
+            self._in_thread(lambda: asyncio.run(self._execute_async(async_state, args, kwargs)))
             return async_state if stream else self._wait(async_state)
         state = ProgramState(Interpreter(setting))
         if stream:
-            self._in_thread(lambda: self._execute(state, args, kwargs), state)
+            self._in_thread(lambda: self._execute(state, args, kwargs))
         else:
             self._execute(state, args, kwargs)
         return state
@@ -99,7 +99,7 @@ class Function:
         setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=True)
         if not self.is_async:
             state = ProgramState(Interpreter(setting))
-            self._in_thread(lambda: self._execute(state, args, kwargs), state)
+            self._in_thread(lambda: self._execute(state, args, kwargs))
             return state if stream else await self._wait_async(state)
         async_state = AsyncProgramState(Interpreter(setting))
         work = self._execute_async(async_state, args, kwargs)
@@ -140,6 +140,9 @@ class Function:
         try:
             state.ret_value = self.func(state, *args, **{**kwargs, **self.bind_arguments})
             state.sync()
+        except Exception as error:  # a user's function may raise anything; whoever reads the state learns of it
+            self._fail(state, error)
+            raise
         finally:
             running.reset(token)
             state.end()
@@ -150,20 +153,21 @@ class Function:
         try:
             state.ret_value = await self.func(state, *args, **{**kwargs, **self.bind_arguments})
             await state.sync()
+        except Exception as error:  # as in _execute
+            self._fail(state, error)
+            raise
         finally:
             running.reset(token)
             state.end()
         _tell(state)
 
-    def _in_thread(self, work: Callable[[], Any], state: BaseState) -> None:
-        """What the program raises becomes the state's error."""
+    @staticmethod
+    def _in_thread(work: Callable[[], Any]) -> None:
+        """What the program raises is the state's error by now."""
 
         def body() -> None:
-            try:
+            with contextlib.suppress(Exception):  # the top of a thread; the state has the error
                 work()
-            except Exception as error:  # the top of a thread that runs a user's function
-                self._fail(state, error)
-            state.end()
 
         threads.start(body)
 
@@ -173,8 +177,8 @@ class Function:
         except asyncio.CancelledError:
             self._fail(state, ProgramError(f"{self.__name__} was cancelled"))
             raise
-        except Exception as error:  # as in _in_thread
-            self._fail(state, error)
+        except Exception:  # the state has it
+            pass
 
     def _fail(self, state: BaseState, error: Exception) -> None:
         if not isinstance(error, StepError):
@@ -187,6 +191,7 @@ class Function:
     def _wait(state: AsyncProgramState) -> AsyncProgramState:
         queue = state.interpreter.queue
         state.interpreter.signal.wait(lambda: queue.is_finished)
+        _raise_own(queue.error)
         queue.check()
         return state
 
@@ -194,6 +199,7 @@ class Function:
     async def _wait_async(state: ProgramState) -> ProgramState:
         queue = state.interpreter.queue
         await state.interpreter.signal.wait_async(lambda: queue.is_finished)
+        _raise_own(queue.error)
         queue.check()
         return state
 
@@ -258,8 +264,8 @@ class Function:
                 asyncio.run(self._execute_async(state, (), kwargs))
             else:
                 self._execute(state, (), kwargs)
-        except Exception as error:  # of one item; the others go on
-            self._fail(state, error)
+        except Exception:  # the state has it; the other items go on
+            pass
         return state
 
     def _item(self, item: Item) -> dict[str, Any]:
@@ -310,6 +316,12 @@ class Function:
         ]
         values = {name: Placeholder(name) for name in positional}
         return {**values, **{name: value for name, value in known.items() if name in values}, **self.bind_arguments}
+
+
+def _raise_own(error: Exception | None) -> None:
+    """What the function itself raised comes out of run as it is."""
+    if isinstance(error, ProgramError) and error.__cause__ is not None:
+        raise error.__cause__
 
 
 def _num_threads(num_threads: int | str) -> int:

@@ -90,6 +90,10 @@ class HttpClient:
         for _, connection in idle:
             connection.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_lock"):
+            self.close()
+
     def _send(self, method: str, path: str, body: Any) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         data = None if body is None else msgspec.json.encode(body)
         target = self._parts.path.rstrip("/") + path

@@ -37,13 +37,33 @@ def run(script: ScriptedBackend, body: Any, **options: Any) -> Any:
     return bn.function(program).run(backend=script, **options)
 
 
-# --- names and signatures -----------------------------------------------------------------------------------------------------------
+# --- names and signatures ---------------------------------------------------------------------------------------------------------
 
-GEN = (
-    "name max_tokens min_tokens n stop stop_token_ids stop_regex temperature top_p top_k min_p frequency_penalty presence_penalty "
-    "ignore_eos return_logprob logprob_start_len top_logprobs_num return_text_in_logprobs dtype choices choices_method regex "
-    "json_schema"
-).split()
+GEN = [
+    "name",
+    "max_tokens",
+    "min_tokens",
+    "n",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_text_in_logprobs",
+    "dtype",
+    "choices",
+    "choices_method",
+    "regex",
+    "json_schema",
+]
 
 
 def test_gen_takes_its_arguments_in_sglangs_order() -> None:
@@ -76,9 +96,7 @@ def test_dtypes(dtype: Any, regex: str, stops: list[str]) -> None:
 
 
 def test_gen_int_and_gen_string_leave_min_tokens_out() -> None:
-    assert bn.gen_int("x", 4, 2, ["."], [5], "r", 0.5) == bn.gen(
-        "x", 4, None, 2, ["."], [5], "r", 0.5, dtype=int
-    )
+    assert bn.gen_int("x", 4, 2, ["."], [5], "r", 0.5) == bn.gen("x", 4, None, 2, ["."], [5], "r", 0.5, dtype=int)
     assert bn.gen_string("x", seed=3) == bn.gen("x", dtype=str, seed=3)
     for wrong in ({"min_tokens": 1}, {"name": "y"}, {"regex": "a"}):
         with pytest.raises(TypeError, match="unexpected argument"):
@@ -157,7 +175,7 @@ def test_default_backend(script: ScriptedBackend) -> None:
     assert global_config.default_backend is None
 
 
-# --- gen ----------------------------------------------------------------------------------------------------------------------------
+# --- gen --------------------------------------------------------------------------------------------------------------------------
 
 
 def test_text_and_variables(script: ScriptedBackend) -> None:
@@ -179,7 +197,9 @@ def test_gen_values_win_over_runs_and_none_inherits(script: ScriptedBackend) -> 
     assert (params.max_new_tokens, params.temperature, params.stops(), params.min_new_tokens) == (7, 0.5, ["z"], 3)
     assert (params.top_p, params.top_k, params.min_p, params.ignore_eos) == (1.0, -1, 0.0, False)
     assert params.repetition_penalty == 1.5
-    run(script, lambda s: s.__iadd__(bn.gen("x", max_tokens=2, temperature=0.0, stop=["a", "b"], ebnf="g", seed=3)), temperature=0.9)
+    run(
+        script, lambda s: s.__iadd__(bn.gen("x", max_tokens=2, temperature=0.0, stop=["a", "b"], ebnf="g", seed=3)), temperature=0.9
+    )
     params = script.calls[-1][2]
     assert (params.max_new_tokens, params.temperature, params.stops(), params.ebnf, params.seed) == (2, 0.0, ["a", "b"], "g", 3)
 
@@ -259,7 +279,7 @@ def test_with_and_without_threads(script: ScriptedBackend, use_thread: bool) -> 
     assert state.text() == "a<1><5><5><5>"
 
 
-# --- select -------------------------------------------------------------------------------------------------------------------------
+# --- select -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_select_appends_its_choice(script: ScriptedBackend) -> None:
@@ -269,7 +289,7 @@ def test_select_appends_its_choice(script: ScriptedBackend) -> None:
     assert state.get_meta_info("x")["normalized_prompt_logprobs"] == [0.0, 0.0, -1.0]
 
 
-# --- roles --------------------------------------------------------------------------------------------------------------------------
+# --- roles ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_roles_in_all_their_forms(script: ScriptedBackend) -> None:
@@ -337,7 +357,7 @@ def test_separate_reasoning(script: ScriptedBackend) -> None:
     assert (state["x"], state["x_reasoning_content"]) == (["b", ""], ["a", "never ends"])
 
 
-# --- images -------------------------------------------------------------------------------------------------------------------------
+# --- images -----------------------------------------------------------------------------------------------------------------------
 
 PNG = b"\x89PNG\r\n\x1a\n123"
 
@@ -364,7 +384,7 @@ def test_images(script: ScriptedBackend, tmp_path: Any) -> None:
         run(script, lambda s: s.__iadd__(bn.image("https://example.org/cat.png") + bn.image(PNG)))
 
 
-# --- errors -------------------------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------------------
 
 
 def failing(prompt: Prompt, params: Any) -> Any:
@@ -410,7 +430,7 @@ def test_what_the_function_raises_comes_out_as_it_is(script: ScriptedBackend) ->
         run(script, lambda s: 1 / 0)
 
 
-# --- what a backend lacks -----------------------------------------------------------------------------------------------------------
+# --- what a backend lacks ---------------------------------------------------------------------------------------------------------
 
 
 @bn.function
@@ -449,11 +469,12 @@ def hidden(s: Any) -> None:
     s += "p" + helper()
 
 
-LACKS = {name: "it cannot" for name in ("select", "regex", "json_schema", "n", "top_k")}
+LACKS = dict.fromkeys(("select", "regex", "json_schema", "n", "top_k"), "it cannot")
 
 
 @pytest.mark.parametrize(
-    ("program", "feature"), [(chooser, "select"), (constrained, "regex"), (typed, "regex"), (filmed, "video"), (hidden, "json_schema")]
+    ("program", "feature"),
+    [(chooser, "select"), (constrained, "regex"), (typed, "regex"), (filmed, "video"), (hidden, "json_schema")],
 )
 def test_a_program_that_cannot_run_fails_before_its_first_call(program: Any, feature: str) -> None:
     script = ScriptedBackend(lacks=LACKS)
@@ -479,7 +500,7 @@ def test_a_step_in_a_helper_is_refused_when_it_is_appended() -> None:
         program.run(backend=script)
 
 
-# --- programs in programs, bind -----------------------------------------------------------------------------------------------------
+# --- programs in programs, bind ---------------------------------------------------------------------------------------------------
 
 
 def test_a_program_may_call_another_on_the_same_backend(script: ScriptedBackend) -> None:

@@ -134,65 +134,7 @@ class NativeServer:
         self.text = "one two"
         self.cut_stream = False
         self.num_connections = 0
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True
-
-            def setup(self) -> None:
-                super().setup()
-                outer.num_connections += 1
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def do_GET(self) -> None:
-                outer.paths.append(self.path)
-                bodies = {
-                    "/get_model_info": outer.info,
-                    "/server_info": {"status": "ready"},
-                    "/start_profile": "ok",
-                    "/stop_profile": "ok",
-                }
-                if self.path in bodies:
-                    self.reply(200, json.dumps(bodies[self.path]).encode())
-                else:
-                    self.reply(404, b'{"detail":"Not Found"}')
-
-            def do_POST(self) -> None:
-                outer.paths.append(self.path)
-                body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
-                if outer.faults:
-                    self.reply(*outer.faults.pop(0))
-                elif self.path in outer.routes:
-                    self.reply(200, json.dumps(outer.routes[self.path](body)).encode())
-                elif self.path == "/flush_cache":
-                    self.reply(200, b"Cache flushed.\n")
-                elif self.path != "/generate":
-                    self.reply(404, b'{"detail":"Not Found"}')
-                else:
-                    outer.seen.append(body)
-                    self.stream(body) if body.get("stream") else self.reply(200, json.dumps(outer.generate(body)).encode())
-
-            def reply(self, status: int, data: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def stream(self, body: dict[str, Any]) -> None:
-                self.send_response(200)
-                self.send_header("Content-Type", "text/event-stream")
-                self.send_header("Transfer-Encoding", "chunked")
-                self.end_headers()
-                events = [json.dumps(chunk) for chunk in outer.chunks(body)]
-                for event in [*events, *([] if outer.cut_stream else ["[DONE]"])]:
-                    data = f"data: {event}\n\n".encode()
-                    self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
-                self.wfile.write(b"0\r\n\r\n")
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"outer": self}))
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -236,3 +178,63 @@ class NativeServer:
             reason = {"type": "stop", "matched": 2} if count == len(self.text) else None
             meta = {"id": "x", "finish_reason": reason, "prompt_tokens": 3, "completion_tokens": count, "cached_tokens": 1}
             yield {"text": self.text[first:count], "output_ids": list(range(first, count)), "meta_info": meta}
+
+
+class Handler(BaseHTTPRequestHandler):
+    """HTTP for a NativeServer."""
+
+    outer: NativeServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.outer.num_connections += 1
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.outer.paths.append(self.path)
+        bodies = {
+            "/get_model_info": self.outer.info,
+            "/server_info": {"status": "ready"},
+            "/start_profile": "ok",
+            "/stop_profile": "ok",
+        }
+        if self.path in bodies:
+            self.reply(200, json.dumps(bodies[self.path]).encode())
+        else:
+            self.reply(404, b'{"detail":"Not Found"}')
+
+    def do_POST(self) -> None:
+        self.outer.paths.append(self.path)
+        body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}")
+        if self.outer.faults:
+            self.reply(*self.outer.faults.pop(0))
+        elif self.path in self.outer.routes:
+            self.reply(200, json.dumps(self.outer.routes[self.path](body)).encode())
+        elif self.path == "/flush_cache":
+            self.reply(200, b"Cache flushed.\n")
+        elif self.path != "/generate":
+            self.reply(404, b'{"detail":"Not Found"}')
+        else:
+            self.outer.seen.append(body)
+            self.stream(body) if body.get("stream") else self.reply(200, json.dumps(self.outer.generate(body)).encode())
+
+    def reply(self, status: int, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        events = [json.dumps(chunk) for chunk in self.outer.chunks(body)]
+        for event in [*events, *([] if self.outer.cut_stream else ["[DONE]"])]:
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self.wfile.write(b"0\r\n\r\n")
