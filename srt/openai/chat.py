@@ -41,6 +41,7 @@ def _names(body: ChatBody) -> dict[str, str]:
         "max_new_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "min_new_tokens": "min_tokens",
         "sampling_seed": "seed",
+        **({} if body.response_format is None else dict.fromkeys(("json_schema", "structural_tag"), "response_format")),
         "input_ids": "messages",
         "text": "messages",
     }

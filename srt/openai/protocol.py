@@ -5,6 +5,7 @@ Fields that no one knows are ignored. A null means the default.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -96,14 +97,40 @@ class CacheHintBody(BaseModel):
         return CacheHint(pin_seconds=self.pin_seconds, priority=self.priority)
 
 
+class JsonSchemaFormat(Body):
+    """The schema of a ResponseFormat. It is always enforced, whatever ``strict`` says."""
+
+    name: str = ""
+    schema_: dict[str, Any] | bool = Field(True, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's response_format; structural_tag has either structures and triggers, or format."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+    def grammar(self) -> dict[str, Any]:
+        """As native sampling parameters."""
+        if self.type == "json_object":
+            return {"json_schema": {"type": "object"}}
+        if self.type == "json_schema":
+            if self.json_schema is None:
+                raise RequestError("response_format.json_schema is required for the type json_schema.", param="response_format")
+            return {"json_schema": json.dumps(self.json_schema.schema_)}
+        if self.type == "structural_tag":
+            return {"structural_tag": self.model_dump(include={"type", "structures", "triggers", "format"}, exclude_none=True)}
+        return {}
+
+
 class GenerateBody(Body):
     """What completions and chat have in common. ``unsupported`` names come from OpenAI, SGLang and vLLM."""
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "json_schema": ("",),
-        "regex": ("",),
-        "ebnf": ("",),
-        "structural_tag": ("",),
         "lora_path": (),
         "bootstrap_host": (),
         "bootstrap_port": (),
@@ -118,7 +145,6 @@ class GenerateBody(Body):
         "use_beam_search": (),
         "length_penalty": (1,),
         "structured_outputs": (),
-        "response_format": ({"type": "text"},),
     }
 
     model: str | None = None
@@ -133,7 +159,12 @@ class GenerateBody(Body):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     user: str | None = None
+    response_format: ResponseFormat | None = None
     # extensions
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     top_k: int = -1
     min_p: float = Field(0.0, ge=0, le=1)
     min_tokens: int = Field(0, ge=0)
@@ -179,6 +210,10 @@ class GenerateBody(Body):
             "allowed_token_ids",
             "bad_words",
             "custom_params",
+            "json_schema",
+            "regex",
+            "ebnf",
+            "structural_tag",
             "stop_token_ids",
             "stop_regex",
             "ignore_eos",
@@ -187,6 +222,7 @@ class GenerateBody(Body):
             "no_stop_trim",
         )
         params: dict[str, Any] = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        params.update(self.response_format.grammar() if self.response_format else {})
         params["max_new_tokens"] = self.token_limit()
         if self.min_tokens:
             params["min_new_tokens"] = self.min_tokens

@@ -74,7 +74,7 @@ def test_stream_is_cumulative_and_ends_with_done(served: Any) -> None:
         (b'{"text": "a", "lora_path": "x"}', "lora_path"),
         (b'{"text": "a", "sampling_params": {"top_p": 2}}', "top_p"),
         (b'{"text": "a", "sampling_params": {"tempratur": 2}}', "tempratur"),
-        (b'{"text": "a", "sampling_params": {"regex": "a+"}}', "regex"),
+        (b'{"text": "a", "sampling_params": {"regex": "a+", "ebnf": "b"}}', "ebnf"),
         (b'{"text": "a", "rid": ["x", "y"]}', "rid"),
     ],
 )

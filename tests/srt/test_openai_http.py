@@ -274,8 +274,9 @@ def test_token_ids_on_demand(served: Any) -> None:
         ({"custom_logit_processor": "none"}, "custom_logit_processor"),
         ({"logprobs": 0}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"regex": "a"}, "regex"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"regex": "a", "ebnf": "root ::= \"a\""}, "ebnf"),
         ({"lora_path": "x"}, "lora_path"),
     ],
 )
