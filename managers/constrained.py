@@ -55,6 +55,8 @@ class StepMasks:
         self._abort = abort
         self._late = late
         self._width = (len(table.eos_mask) + 31) // 32
+        spare = self._width * 32 - len(table.eos_mask)
+        self._tail = np.uint32(0xFFFFFFFF >> spare).view(np.int32)  # the bits of the last word that stand for tokens
         self._pending: ScheduleBatch | None = None
 
     def must_wait(self, rows: np.ndarray) -> bool:
@@ -110,4 +112,5 @@ class StepMasks:
         except (RuntimeError, ValueError):
             logger.exception("the grammar of request %s failed", req.rid)
             row[:] = 0
+        row[-1] &= self._tail
         return bool(row.any())

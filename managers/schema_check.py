@@ -167,6 +167,8 @@ def _check_llguidance(node: dict[str, Any], at: str) -> None:
     for keyword in ("x-guidance", "nullable", "contentEncoding", "contentMediaType"):
         if keyword in node:
             raise NotEnforced(keyword, at)
+    if node.get("format") in ("int32", "int64"):
+        raise NotEnforced("format", at, f"{node['format']!r}")
     if any(isinstance(value, str) and "\0" in value for value in [node.get("const"), *(node.get("enum") or [])]):
         raise NotEnforced("enum" if "enum" in node else "const", at, "with a NUL character")
     for keyword in ("$id", "id"):
