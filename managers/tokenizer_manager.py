@@ -340,12 +340,17 @@ class TokenizerManager:
         if self.draining:
             raise RequestError("The server is shutting down.", status_code=503, err_type="ServiceUnavailable")
 
+    @property
+    def is_full(self) -> bool:
+        """As many requests are alive as may run and wait."""
+        limit = max_live_requests(self.info.max_running_requests, self.info.max_queued_requests)
+        return limit is not None and len(self._table) >= limit
+
     def _check_room(self, plan: RequestPlan) -> None:
         """Refuse at once what the scheduler would refuse; not what may displace another by its priority."""
         info = self.info
-        limit = max_live_requests(info.max_running_requests, info.max_queued_requests)
         has_rank = info.priority_scheduling and (plan.service.priority is not None or info.default_priority_value is not None)
-        if limit is not None and len(self._table) >= limit and not has_rank:
+        if self.is_full and not has_rank:
             raise RequestError(QUEUE_FULL_MESSAGE, status_code=503, err_type="ServiceUnavailableError")
 
     # --- messages -----------------------------------------------------------------------------------------------------------------

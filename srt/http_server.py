@@ -16,6 +16,7 @@ from ..managers.errors import StartError
 from ..version import __version__
 from . import cache_api, http_errors, native_api, openapi, session_api, template_api
 from .openai import routes
+from .overload_gate import OverloadGate
 from .server_args import ServerArgs
 from .server_state import ServerState
 
@@ -29,6 +30,7 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(title="Banyan", version=__version__)
     app.state.server = state
     http_errors.install(app)
+    app.add_middleware(OverloadGate, state=state)
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     native_api.install(app)
