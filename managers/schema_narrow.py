@@ -244,7 +244,11 @@ class Narrowing:
             return {"type": "string", "pattern": pattern}
         if "format" in node:
             return {"type": "string", "format": node["format"]}
-        return {"type": "string", **lengths}
+        if lengths:  # as a pattern: of its own, xgrammar lets control characters through where only the length is given
+            high = lengths.get("maxLength", "")
+            pattern = f'^[^"\\\\]{{{lengths.get("minLength", 0)},{high}}}$'
+            return {"type": "string", "pattern": pattern}
+        return {"type": "string"}
 
     def _number(self, node: Schema, at: str) -> Schema:
         for keyword in KEYWORDS["number"]:
