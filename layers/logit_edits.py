@@ -37,7 +37,11 @@ class RowEdits:
         output = _ids(controls.output_ids, device)
         self._output[self._pad : self._pad + self._num_output] = output
         self._prompt = _ids(controls.prompt_ids, device)
-        self._prompt_set = self._prompt.unique() if controls.repetition_penalty != 1 else None
+        self._prompt_set = (
+            torch.from_numpy(np.unique(controls.prompt_ids).astype(np.int64)).to(device)
+            if controls.repetition_penalty != 1
+            else None
+        )
         self._counts: torch.Tensor | None = None
         if controls.frequency_penalty:
             self._counts = torch.bincount(output, minlength=vocab_size).to(torch.int32)

@@ -24,10 +24,11 @@ from .config import SchedulerConfig, SchedulerInfo
 from .io_struct import (
     AbortReq,
     CacheReportReq,
-    ExplainCacheReq,
     DropGrammarReq,
+    ExplainCacheReq,
     GenerateReq,
     LoadGrammarReq,
+    LogprobParams,
     ReleaseHoldReq,
     Tick,
     TokenOutput,
@@ -199,6 +200,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             cache_hint=message.cache_hint,
             routing_key=name(message.routing_key),
             session_hold=name(message.session_hold),
+            logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
             timeout=message.timeout,
         )
     if isinstance(message, AbortReq):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from .io_struct import DecodeOptions, FinishReason, TextOutput, TokenOutput, unpack_ids
+from .io_struct import DecodeOptions, FinishReason, RowLogprobs, TextOutput, TokenOutput, unpack_ids
 from .sampling_params import SamplingParams
 from .stop_regex import RegexMatcher
 from .stop_strings import StopMatcher
@@ -251,9 +251,18 @@ def _row_bounds(output: TokenOutput) -> list[int]:
     for num in output.num_ids:
         bounds.append(bounds[-1] + num)
     fits = all(len(column) == num_rows for column in columns) and min(output.num_ids, default=0) >= 0
-    if not fits or len(output.token_ids) != 4 * bounds[-1] or any(not 0 <= row < num_rows for row, _ in output.options):
+    if (
+        not fits
+        or len(output.token_ids) != 4 * bounds[-1]
+        or any(not 0 <= row < num_rows for row, _ in (*output.options, *output.logprobs))
+    ):
         raise ValueError("the columns of a TokenOutput do not fit each other")
     return bounds
+
+
+def _renumbered(logprobs: list[tuple[int, RowLogprobs]], rows: list[int]) -> list[tuple[int, RowLogprobs]]:
+    places = {row: index for index, row in enumerate(rows)} if logprobs else {}
+    return [(places[row], own) for row, own in logprobs if row in places]
 
 
 def _text_output(
@@ -272,5 +281,6 @@ def _text_output(
         completion_tokens=[output.completion_tokens[row] for row in rows],
         cached_tokens=[output.cached_tokens[row] for row in rows],
         num_retractions=[output.num_retractions[row] for row in rows],
+        logprobs=_renumbered(output.logprobs, rows),
         texts=texts,
     )

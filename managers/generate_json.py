@@ -10,6 +10,7 @@ from typing import Any
 from .errors import RequestError
 from .generation import Generation, Output
 from .io_struct import FinishReason
+from .logprob_json import TokenTexts, logprobs_json
 
 
 def finish_reason_json(reason: FinishReason | None) -> dict[str, Any] | None:
@@ -27,7 +28,11 @@ def finish_reason_json(reason: FinishReason | None) -> dict[str, Any] | None:
 class GenerateFormat:
     """How one request's answer is written."""
 
-    def __init__(self, generation: Generation, *, weight_version: str, with_prompt_ids: bool) -> None:
+    def __init__(
+        self, generation: Generation, *, weight_version: str, with_prompt_ids: bool, texts: TokenTexts | None = None
+    ) -> None:
+        """texts: log-probabilities come with the tokens' texts."""
+        self._texts = texts
         self._generation = generation
         self._weight_version = weight_version
         self._with_prompt_ids = with_prompt_ids
@@ -47,6 +52,9 @@ class GenerateFormat:
         }
         if output.finish_reason is not None and output.finish_reason.pinned_tokens is not None:
             meta["pinned_tokens"] = output.finish_reason.pinned_tokens
+        wanted = generation.logprobs[output.index]
+        if wanted is not None:
+            meta |= logprobs_json(wanted, output.logprobs, generation.prompts[output.index], output.token_ids, self._texts)
         if output.e2e_latency is not None:
             meta["e2e_latency"] = output.e2e_latency
             meta["response_sent_to_client_ts"] = time.time()

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
-from .io_struct import CacheHint, FinishReason, unpack_ids
+from .io_struct import CacheHint, FinishReason, LogprobParams, RowLogprobs, unpack_ids
 from .sessions import SessionParams
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
@@ -22,8 +22,6 @@ UNSUPPORTED = (
     "video_data",
     "mm_hashes",
     "mm_content_hashes",
-    "return_logprob",
-    "token_ids_logprob",
     "lora_path",
     "require_reasoning",
     "return_hidden_states",
@@ -57,6 +55,11 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     priority: int | None = None  # counts with priority scheduling only
     routing_key: str | None = None
     timeout: float | None = None  # seconds until the request ends wherever it is
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] | None = None  # -1, the default: none of the prompt
+    top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    return_text_in_logprobs: bool = False
     custom_logit_processor: str | list[str] | None = None  # name of a class that the server was started with
     return_prompt_token_ids: bool = False
     session_params: SessionParams | None = None
@@ -91,12 +94,14 @@ class Output(msgspec.Struct, kw_only=True):
     completion_tokens: int
     cached_tokens: int
     num_retractions: int
+    logprobs: RowLogprobs | None = None
     e2e_latency: float | None = None  # seconds from start to the finishing row, None before
 
     def merge(self, later: Output) -> None:
         """Append what came later for the same choice."""
         self.text += later.text
         self.token_ids += later.token_ids
+        self.logprobs = self.logprobs.merged(later.logprobs) if self.logprobs else later.logprobs
         self.finish_reason = later.finish_reason
         self.prompt_tokens = later.prompt_tokens
         self.completion_tokens = later.completion_tokens
@@ -116,6 +121,7 @@ class Generation:
     def __init__(self, rids: list[str], *, num_prompts: int, n: int, single: bool, abort: Callable[[list[str]], None]) -> None:
         self.rids = rids
         self.packed_prompts: list[bytes] = []  # per output index, as pack_ids made them; filled before start returns
+        self.logprobs: list[LogprobParams | None] = [None] * len(rids)  # per output index; filled like packed_prompts
         self.n = n
         self.num_prompts = num_prompts
         self.is_single = single and n == 1

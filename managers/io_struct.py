@@ -56,6 +56,48 @@ class CacheHint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     priority: Annotated[int, Meta(ge=0, le=1000)] = 0
 
 
+class LogprobParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """Which log-probabilities a request wants besides those of its output tokens.
+
+    start_len: first prompt position, the prompt's length for none. top_num: alternatives per position. token_ids: ids whose
+    log-probability is told at every position.
+    """
+
+    start_len: int
+    top_num: int = 0
+    token_ids: list[int] = []
+
+
+class LogprobColumns(msgspec.Struct, array_like=True, kw_only=True):
+    """Log-probabilities of K consecutive tokens as bytes: float32 [K], [K, top_num] with int32 ids, and [K, len(token_ids)]."""
+
+    values: bytes = b""
+    top_values: bytes = b""
+    top_ids: bytes = b""
+    id_values: bytes = b""
+
+    def __add__(self, later: LogprobColumns) -> LogprobColumns:
+        return LogprobColumns(
+            values=self.values + later.values,
+            top_values=self.top_values + later.top_values,
+            top_ids=self.top_ids + later.top_ids,
+            id_values=self.id_values + later.id_values,
+        )
+
+
+class RowLogprobs(msgspec.Struct, array_like=True, kw_only=True):
+    """Of one row of output. output: of its new tokens. input: of the prompt from max(start_len, 1) on, with the first row only."""
+
+    output: LogprobColumns
+    input: LogprobColumns | None = None
+
+    def merged(self, later: RowLogprobs | None) -> RowLogprobs:
+        """This row and a later one of the same request."""
+        if later is None:
+            return self
+        return RowLogprobs(output=self.output + later.output, input=self.input if self.input is not None else later.input)
+
+
 # --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------------------
 
 
@@ -73,6 +115,7 @@ class GenerateReq(Message):
     routing_key: str = ""
     bad_word_ids: list[list[int]] = []  # the token sequences of sampling_params.bad_words
     logit_processor: str = ""
+    logprobs: LogprobParams | None = None
     grammar_key: str = ""  # of a grammar that was loaded before
     think_end: list[int] = []  # the grammar begins behind these tokens; empty: at once
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
@@ -221,6 +264,7 @@ class OutputColumns(Message):
     completion_tokens: list[int]
     cached_tokens: list[int]
     num_retractions: list[int]
+    logprobs: list[tuple[int, RowLogprobs]] = []  # (row, its own) of those that want any
 
 
 class TokenOutput(OutputColumns):

@@ -70,6 +70,7 @@ class LiveTable:
         self.min_lens = np.zeros(num_rows, np.int32)  # no stop token may be sampled below this length
         self.ignore_eos = np.zeros(num_rows, np.bool_)
         self.own_stops = np.zeros(num_rows, np.bool_)  # has stop tokens or strings of its own
+        self.logprobs = np.zeros(num_rows, np.bool_)  # wants log-probabilities
         self.controlled = np.zeros(num_rows, np.bool_)  # the runner holds controls for the row, maybe its former owner's
         self.constrained = np.zeros(num_rows, np.bool_)  # follows a grammar
         self.sampling = SamplingColumns(num_rows)
@@ -91,6 +92,7 @@ class LiveTable:
         self.ignore_eos[row] = req.params.ignore_eos
         self.own_stops[row] = bool(req.stop_ids) or req.stop_checker is not None
         self.constrained[row] = req.constraint is not None
+        self.logprobs[row] = req.logprobs is not None
         self.sampling.set(row, req.params, req.seed)
         req.row = row
         return row

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .io_struct import DecodeOptions, FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
+from .io_struct import DecodeOptions, FinishReason, GenerateReq, RowLogprobs, TokenOutput, pack_ids, unpack_ids
 from .live_table import LiveTable
 from .req import NOT_ANNOUNCED, Req
 from .sampling_params import SamplingParams
@@ -67,6 +67,7 @@ class OutputStream:
             cached_tokens=self._cached_tokens[rows].tolist(),
             num_retractions=self._num_retractions[rows].tolist(),
             options=self._announce(rows),
+            logprobs=self._logprobs(rows),
         )
         self._sent[rows] = outputs
         self._send(message)
@@ -77,6 +78,12 @@ class OutputStream:
             newest: np.ndarray = tokens[rows, starts]
             return newest
         return np.concatenate([tokens[row, start : start + n] for row, start, n in zip(rows, starts, num_ids, strict=True)])
+
+    def _logprobs(self, rows: np.ndarray) -> list[tuple[int, RowLogprobs]]:
+        """Of the new tokens of the rows that want them, and of their prompts with their first row."""
+        wanted = np.flatnonzero(self._table.logprobs[rows]).tolist()
+        owners = [(index, self._table.req(int(rows[index])).logprobs) for index in wanted]
+        return [(index, own.flush()) for index, own in owners if own is not None]
 
     def _announce(self, rows: np.ndarray) -> list[tuple[int, DecodeOptions]]:
         new = np.flatnonzero(~self._announced[rows])
@@ -98,6 +105,7 @@ class OutputStream:
                 cached_tokens=[req.cached_tokens or 0],
                 num_retractions=[req.num_retractions],
                 options=[(0, _decode_options(req.params))] if req.num_sent == NOT_ANNOUNCED else [],
+                logprobs=[(0, req.logprobs.flush())] if req.logprobs else [],
             )
         )
 

@@ -85,7 +85,7 @@ class PrefillPlanner:
 
     def shortfall(self, req: Req, running: np.ndarray) -> int:
         """Tokens that are missing for a request to be admitted; at least 1 if what it lacks is a row."""
-        match = self._memory.cache.match_prefix(req.key, req.token_ids[:-1])
+        match = self._memory.cache.match_prefix(req.key, req.matchable)
         budget = self._budget(running)
         missing = budget.need(Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)) - budget.room
         return max(int(np.ceil(missing)), 0 if budget.rows > 0 else 1)
@@ -104,7 +104,7 @@ class PrefillPlanner:
             )
         num_deferred = 0
         for req in self._waiting.ordered(self._running_keys(running)):
-            match = self._memory.cache.match_prefix(req.key, req.token_ids[:-1])
+            match = self._memory.cache.match_prefix(req.key, req.matchable)
             if self._shares and self._is_worth_waiting(req, match.length, pulled):
                 num_deferred += 1
                 if num_deferred > MAX_DEFERRED:
@@ -116,9 +116,7 @@ class PrefillPlanner:
     def _is_worth_waiting(self, req: Req, num_cached: int, pulled: list[Req]) -> bool:
         prompts = [*self.prefilling.values(), *((other.key, other.token_ids) for other in pulled if not other.row)]
         needed = num_cached + SHARED_MIN
-        return any(
-            key == req.key and len(ids) >= needed and common_prefix(ids, req.token_ids[:-1]) >= needed for key, ids in prompts
-        )
+        return any(key == req.key and len(ids) >= needed and common_prefix(ids, req.matchable) >= needed for key, ids in prompts)
 
     def _running_keys(self, running: np.ndarray) -> dict[str, int]:
         if self._waiting.policy.name != "routing-key":

@@ -10,6 +10,7 @@ from ..mem_cache.prefix_cache import CacheHold, CacheKey
 from .constraint import Constraint
 from .detokenizer import StopChecker
 from .io_struct import CacheHint, FinishReason, GenerateReq, unpack_ids
+from .req_logprobs import ReqLogprobs
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -37,6 +38,7 @@ class Req:
     timeout: float | None = None  # seconds from its arrival
     bad_word_ids: list[list[int]] = field(default_factory=list)
     logit_processor: str = ""
+    logprobs: ReqLogprobs | None = None
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     constraint: Constraint | None = None  # where it stands in its grammar
@@ -65,17 +67,24 @@ class Req:
             routing_key=message.routing_key,
             bad_word_ids=message.bad_word_ids,
             logit_processor=message.logit_processor,
+            logprobs=ReqLogprobs.of(message.logprobs, len(token_ids)) if message.logprobs else None,
             session_hold=message.session_hold,
             timeout=message.timeout,
         )
 
     @property
+    def matchable(self) -> np.ndarray:
+        """The tokens of a request that waits whose KV may come from the cache."""
+        limit = self.logprobs.max_match if self.logprobs else None
+        return self.token_ids[:-1] if limit is None else self.token_ids[:limit]
+
+    @property
     def has_controls(self) -> bool:
         """Its logits are changed before they are sampled, by more than bans of stop tokens."""
         params = self.params
-        penalties = params.frequency_penalty, params.presence_penalty, params.repetition_penalty
-        bans = params.logit_bias or params.allowed_token_ids is not None or self.bad_word_ids
-        return bool(penalties != (0, 0, 1) or bans or self.logit_processor)
+        penalises = bool(params.frequency_penalty or params.presence_penalty) or params.repetition_penalty != 1
+        bans = bool(params.logit_bias) or params.allowed_token_ids is not None or bool(self.bad_word_ids)
+        return penalises or bans or bool(self.logit_processor)
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ import math
 import random
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -19,11 +19,11 @@ import numpy as np
 from .config import SchedulerInfo, TokenizerManagerConfig
 from .errors import RequestError, StartError
 from .generation import GenerateInput
-from .io_struct import CacheHint, GenerateReq, pack_ids
+from .io_struct import CacheHint, GenerateReq, LogprobParams, pack_ids
+from .logprob_params import logprob_plans, with_start
+from .per_prompt import per_prompt
 from .sampling_params import SEED_RANGE, SamplingParams
 from .sessions import SessionParams, Turn
-
-T = TypeVar("T")
 
 MAX_PRIORITY = 1 << 31
 
@@ -53,9 +53,9 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     n: int
     params: list[SamplingParams]
     explicit_limits: list[bool]  # the request itself brought max_new_tokens
-    extra_keys: list[str]
-    cache_salts: list[str]
+    namespaces: list[tuple[str, str]]  # extra_key and cache_salt
     processors: list[str]
+    logprobs: list[LogprobParams | None]  # start_len may be -1 still
     rids: list[str]
     families: list[str]  # the client's rid that each rid was made from
     stream: bool
@@ -77,6 +77,7 @@ class RequestValidator:
         self._vocab_size = info.model.vocab_size
         self._bos_token_id = info.model.bos_token_id
         self._tokenizer = tokenizer
+        self._max_top_logprobs = config.max_top_logprobs
         self._auto_truncate = config.allow_auto_truncate
         self._refuses_priority = config.abort_on_priority_when_disabled and not info.priority_scheduling
         self._random = random.Random(config.random_seed)
@@ -86,15 +87,15 @@ class RequestValidator:
         """Check everything but the prompts' tokens."""
         texts, ids, single = _prompts(request)
         num_prompts = len(texts if texts is not None else ids or [])
-        given = _per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
+        given = per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
         shared = not isinstance(request.sampling_params, list)
         params = [self._params(given[0])] * num_prompts if shared else [self._params(values) for values in given]
         n = params[0].n
         if any(item.n != n for item in params):
             raise RequestError("n must be the same for all prompts of a batch.", param="n")
         rids, families = _rids(request.rid, num_prompts, n, single)
-        extra_keys = _per_prompt(request.extra_key, num_prompts, "extra_key", "")
-        cache_salts = _per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
+        extra_keys = per_prompt(request.extra_key, num_prompts, "extra_key", "")
+        cache_salts = per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
         _check_unicode(rid=families, extra_key=extra_keys, cache_salt=cache_salts, stop=[s for item in params for s in item.stop])
         _check_unicode(
             stop_regex=[s for item in params for s in item.stop_regex], bad_words=[s for item in params for s in item.bad_words]
@@ -106,9 +107,11 @@ class RequestValidator:
             n=n,
             params=params,
             explicit_limits=["max_new_tokens" in values for values in given],
-            extra_keys=extra_keys,
-            cache_salts=cache_salts,
+            namespaces=list(zip(extra_keys, cache_salts, strict=True)),
             processors=self._processors(request, num_prompts),
+            logprobs=logprob_plans(
+                request, num_prompts, max_top_num=min(self._max_top_logprobs, self._vocab_size), vocab_size=self._vocab_size
+            ),
             rids=rids,
             families=families,
             stream=request.stream,
@@ -121,6 +124,7 @@ class RequestValidator:
         messages: list[GenerateReq] = []
         for index in range(plan.num_prompts):
             ids = self._prompt_ids(plan, index)
+            logprobs = with_start(plan.logprobs[index], len(ids))
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
             packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
             for sample in range(plan.n):
@@ -132,10 +136,11 @@ class RequestValidator:
                             params, n=1, sampling_seed=self._seed(params.sampling_seed, sample)
                         ),
                         stream=plan.stream,
-                        extra_key=plan.extra_keys[index],
-                        cache_salt=plan.cache_salts[index],
+                        extra_key=plan.namespaces[index][0],
+                        cache_salt=plan.namespaces[index][1],
                         bad_word_ids=bad_word_ids,
                         logit_processor=plan.processors[index],
+                        logprobs=logprobs,
                         priority=plan.service.priority,
                         cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
@@ -145,7 +150,7 @@ class RequestValidator:
         return messages
 
     def _processors(self, request: GenerateInput, num_prompts: int) -> list[str]:
-        names, known = _per_prompt(request.custom_logit_processor, num_prompts, "custom_logit_processor", ""), self._info.model
+        names, known = per_prompt(request.custom_logit_processor, num_prompts, "custom_logit_processor", ""), self._info.model
         for name in names:
             if name and name not in known.logit_processors:
                 raise RequestError(
@@ -321,14 +326,6 @@ def _as_ids(values: Sequence[int]) -> np.ndarray:
     return ids
 
 
-def _per_prompt(given: T | list[T] | None, num_prompts: int, name: str, default: T) -> list[T]:
-    if not isinstance(given, list):
-        return [default if given is None else given] * num_prompts
-    if len(given) != num_prompts:
-        raise RequestError(f"{name} has {len(given)} entries for {num_prompts} prompts.", param=name)
-    return given
-
-
 def _rids(given: str | list[str] | None, num_prompts: int, n: int, single: bool) -> tuple[list[str], list[str]]:
     """rid of each output, and the rid of the client that it belongs to."""
     if given is None:
@@ -337,7 +334,7 @@ def _rids(given: str | list[str] | None, num_prompts: int, n: int, single: bool)
     if isinstance(given, str) and not (single and n == 1):
         rids, families = [f"{given}_{index}" for index in range(num_prompts * n)], [given] * (num_prompts * n)
     else:
-        bases = _per_prompt(given, num_prompts, "rid", "")
+        bases = per_prompt(given, num_prompts, "rid", "")
         rids = [base if n == 1 else f"{base}_{sample}" for base in bases for sample in range(n)]
         families = [base for base in bases for _ in range(n)]
     if not all(families):

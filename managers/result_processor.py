@@ -12,6 +12,7 @@ from ..model_executor.step import NO_CHOICE, StepOutput
 from .constrained import constrained_reason
 from .io_struct import FinishReason
 from .live_table import LiveTable
+from .logprob_plan import take_logprobs
 from .output_stream import OutputStream
 from .req import Req
 from .schedule_batch import ScheduleBatch
@@ -58,6 +59,7 @@ class ResultProcessor:
         table, step = self._table, batch.step
         alive = table.epochs[step.rows] == batch.epochs
         table.confirmed_lens[step.rows[alive]] = step.seq_lens[alive]
+        take_logprobs(table, step, output, alive)
         sampled = alive[step.sample_index]
         rows = step.rows[step.sample_index[sampled]]
         finished = self._append(rows, output.next_ids[sampled])

@@ -9,6 +9,7 @@ import numpy as np
 from ..layers.late_mask import LateMask
 from ..model_executor.step import ForwardMode, RowControls, SamplingInput, StepInput
 from .live_table import LiveTable
+from .logprob_plan import ask_prompts, ask_sampled
 from .req import Req
 
 
@@ -40,6 +41,7 @@ def build_decode(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> Sched
         out_cache_loc=slots,
         sample_index=np.arange(len(rows), dtype=np.int32),
         sampling=_sampling(table, rows, seq_lens),
+        sampled_logprobs=ask_sampled(table, rows),
     )
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=0)
 
@@ -69,7 +71,9 @@ def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, sl
         sample_index=samples,
         sampling=_sampling(table, sampling_rows, seq_lens[samples]),
         controls=_controls(table, sampling_rows),
+        sampled_logprobs=ask_sampled(table, sampling_rows),
     )
+    step.prompt_logprobs = ask_prompts(table, step)
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=len(rows))
 
 
@@ -89,6 +93,8 @@ def mix(table: LiveTable, batch: ScheduleBatch, rows: np.ndarray, slots: np.ndar
         sample_index=samples,
         sampling=_sampling(table, all_rows[samples], all_lens[samples]),
         controls=prefill.controls,
+        prompt_logprobs=prefill.prompt_logprobs,
+        sampled_logprobs=ask_sampled(table, all_rows[samples]),
     )
     return ScheduleBatch(step=step, epochs=table.epochs[all_rows], num_prefill=batch.num_prefill)
 

@@ -260,7 +260,7 @@ class Scheduler:
 
     def _seat(self, req: Req) -> None:
         self.waiting.remove(req)
-        hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.token_ids[:-1])
+        hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.matchable)
         row = self.memory.table.seat(req, prefix_slots)
         req.hold = hold
         hold.priority = req.cache_hint.priority if req.cache_hint else 0

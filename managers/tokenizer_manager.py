@@ -43,6 +43,7 @@ from .io_struct import (
     unpack_ids,
 )
 from .ipc import AsyncReceiver, Sender
+from .logprob_json import TokenTexts
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_table import Choice, RequestTable
 from .request_validator import RequestPlan, RequestValidator, TextEncoder
@@ -144,6 +145,7 @@ class TokenizerManager:
                 self._table.remove(rid)
             raise
         generation.packed_prompts = [message.input_ids for message in messages]
+        generation.logprobs = [message.logprobs for message in messages]
         if self.config.log_requests:
             self._log_start(plan, messages)
         for message in messages:
@@ -187,7 +189,10 @@ class TokenizerManager:
 
     def _format(self, generation: Generation, request: GenerateInput) -> GenerateFormat:
         return GenerateFormat(
-            generation, weight_version=self.config.weight_version, with_prompt_ids=request.return_prompt_token_ids
+            generation,
+            weight_version=self.config.weight_version,
+            with_prompt_ids=request.return_prompt_token_ids,
+            texts=TokenTexts(self.tokenizer) if request.return_text_in_logprobs else None,
         )
 
     def abort(self, rid: str, abort_all: bool = False) -> int:
@@ -380,6 +385,7 @@ class TokenizerManager:
 
     def _take_rows(self, rows: TextOutput) -> None:
         ids = unpack_ids(rows.token_ids).tolist()
+        logprobs = dict(rows.logprobs)
         end = 0
         for row, rid in enumerate(rows.rids):
             start, end = end, end + rows.num_ids[row]
@@ -396,6 +402,7 @@ class TokenizerManager:
                 completion_tokens=rows.completion_tokens[row],
                 cached_tokens=rows.cached_tokens[row],
                 num_retractions=rows.num_retractions[row],
+                logprobs=logprobs.get(row),
             )
             self._deliver(rid, choice, output)
 

@@ -59,7 +59,7 @@ class WaitingQueue:
         columns["ranks"][index] = self.policy.rank_of(req.priority)
         columns["queued_at"][index] = self._step
         columns["clocks"][index] = self._clock
-        columns["prefix_lens"][index] = self._watch.add(req.arrival, req.key, req.token_ids[:-1]) if self._watch else 0
+        columns["prefix_lens"][index] = self._watch.add(req.arrival, req.key, req.matchable) if self._watch else 0
 
     def remove(self, req: Req) -> None:
         """A request leaves the queue."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -27,8 +27,8 @@ class Device(Protocol):
     def run(self, call: Callable[[], T]) -> T:
         """Run a call after those submitted before, wait, return its value or raise its exception."""
 
-    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
-        """Enqueue a step; ``call`` returns the ids that it sampled, on the device. wait() raises what the step raised."""
+    def submit(self, call: Callable[[], Sequence[torch.Tensor]]) -> StepHandle:
+        """Enqueue a step; ``call`` returns, on the device, what StepOutput.of takes. wait() raises what the step raised."""
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device; on CPU the same memory. Called within a step only."""
@@ -65,8 +65,8 @@ class CpuDevice:
     def run(self, call: Callable[[], T]) -> T:
         return self._worker.submit(call).wait()
 
-    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
-        return self._worker.submit(lambda: timed_step(lambda: call().numpy()))
+    def submit(self, call: Callable[[], Sequence[torch.Tensor]]) -> StepHandle:
+        return self._worker.submit(lambda: timed_step(lambda: [tensor.numpy() for tensor in call()]))
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
@@ -89,12 +89,12 @@ class CudaDevice:
         self._stream.synchronize()
         return value
 
-    def submit(self, call: Callable[[], torch.Tensor]) -> StepHandle:
+    def submit(self, call: Callable[[], Sequence[torch.Tensor]]) -> StepHandle:
         handle: Handle[StepOutput] = Handle()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             begin.record(self._stream)
-            handle.run(lambda: StepOutput(_download(call()).numpy()))
+            handle.run(lambda: StepOutput.of([_download(tensor).numpy() for tensor in call()]))
             end.record(self._stream)
         return _CudaStepHandle(handle, begin, end)
 

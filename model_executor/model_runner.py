@@ -13,7 +13,8 @@ from ..layers.attention.registry import attention_backend
 from ..layers.forward_batch import ForwardBatch
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
-from ..layers.sampler import sample
+from ..layers.logprobs import LogprobReader
+from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
 from .device import Device, create_device
@@ -115,24 +116,30 @@ class ModelRunner:
         return _Cache(BatchBuilder(self._device, req_to_token, future_map), backend, future_map, edits)
 
     @torch.inference_mode()
-    def _run(self, step: StepInput) -> torch.Tensor:
-        """Ids that the step samples, int64 [S]."""
+    def _run(self, step: StepInput) -> list[torch.Tensor]:
+        """Ids that the step samples, int64 [S], and what log-probabilities it is asked for."""
         cache = self._require_cache()
         cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
         batch = cache.builder.build(step)
-        logits = self._forward(batch)
+        hidden = self._forward(batch)
+        model, reader = self._loaded_model(), LogprobReader()
+        reader.read_prompts(step.prompt_logprobs, hidden, model.logits, self._model_config.vocab_size)
+        logits = model.logits(hidden.index_select(0, batch.sample_tokens))
         rows = step.rows[step.sample_index]
         cache.edits.apply(rows, logits)
+        if step.sampled_logprobs:
+            ban(logits, step.sampling)
+        logprobs = reader.prepare(step.sampled_logprobs, logits, step.sampling)
         next_ids = sample(logits, step.sampling)
+        reader.read_sampled(step.sampled_logprobs, logprobs, next_ids)
         cache.edits.push(rows, next_ids)
         cache.future_map.publish(self._device.upload(rows.astype(np.int64)), next_ids)
-        return next_ids
+        return [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits of the rows that sample, float32 [S, V]."""
+        """Hidden states of all tokens, [T, hidden]."""
         self._require_cache().backend.plan(batch)
-        logits: torch.Tensor = self._loaded_model()(batch)
-        return logits
+        return self._loaded_model().hidden_states(batch)
 
     def _require_cache(self) -> _Cache:
         if self._cache is None:

@@ -4,6 +4,8 @@ Like a model, its next token is a function of the whole context and of nothing e
 and the slots: it keeps one id per slot as its "KV". So a slot that is shared wrongly, freed too early or written twice shows in
 the output.
 
+Its log-probabilities are a function of token and position (``fake_logprob``), so that it shows if they are given to another.
+
 A prompt that is ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its output is id_1 .. id_n, then the end-of-sequence token.
 """
 
@@ -20,6 +22,12 @@ from .worker import InlineWorker, ThreadWorker, Worker
 
 DEFAULT_SLOTS = 65536
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def fake_logprob(position: int | np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+    """What the oracle gives as the log-probability of tokens at a position: float32, negative, different for nearly all."""
+    values: np.ndarray = (-((31 * token_ids + 7 * position) % 997 + 1) / 128).astype(np.float32)
+    return values
 
 
 class OracleRunner:
@@ -61,7 +69,7 @@ class OracleRunner:
     def close(self) -> None:
         self._worker.close()
 
-    def _run(self, step: StepInput) -> np.ndarray:
+    def _run(self, step: StepInput) -> list[np.ndarray]:
         input_ids = np.where(step.input_ids < 0, self._sampled[np.maximum(-step.input_ids, 0)], step.input_ids)
         if len(input_ids) and not (input_ids.min() >= 0 and input_ids.max() < self.info.vocab_size):
             raise IndexError("an input id is outside the vocabulary")
@@ -72,7 +80,27 @@ class OracleRunner:
         if step.sampling.allowed is not None:
             self._follow(step.sampling.allowed, next_ids)
         self._sampled[step.rows[step.sample_index]] = np.maximum(next_ids, 0)
-        return next_ids
+        return [next_ids, *self._logprobs(step, next_ids)]
+
+    def _logprobs(self, step: StepInput, next_ids: np.ndarray) -> list[np.ndarray]:
+        """What unpack_logprobs takes; nothing if nothing is asked for."""
+        values: list[np.ndarray] = []
+        top_ids: list[np.ndarray] = []
+        ids = np.arange(self.info.vocab_size)
+        firsts = step.seq_lens - np.cumsum(step.extend_lens)  # position of the first token of the step, if it were the request's
+        for request in (*step.prompt_logprobs, *step.sampled_logprobs):
+            if request.targets is None:
+                targets, first = next_ids[request.index : request.index + 1], int(step.seq_lens[step.sample_index[request.index]])
+            else:
+                targets, first = request.targets, int(firsts[request.index]) + request.start + 1
+            positions = first + np.arange(len(targets))
+            scores = [fake_logprob(position, ids) for position in positions.tolist()]
+            best = [np.argsort(-score, kind="stable")[: request.top_num] for score in scores]
+            values += [fake_logprob(positions, targets)]
+            values += [score[chosen] for score, chosen in zip(scores, best, strict=True)]
+            values += [score[request.token_ids] for score in scores]
+            top_ids += best
+        return [np.concatenate(values), np.concatenate(top_ids).astype(np.int32)] if values else []
 
     def _context(self, row: int, length: int) -> np.ndarray:
         ids: np.ndarray = self._slots[self._req_to_token[row, :length]]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from ..layers.logprob_input import LogprobRequest as LogprobRequest
 from ..layers.sampling_input import FAILED as FAILED
 from ..layers.sampling_input import NO_CHOICE as NO_CHOICE
 from ..layers.sampling_input import TOP_K_ALL as TOP_K_ALL
@@ -50,6 +51,8 @@ class StepInput:
     sample_index: np.ndarray  # int32 [S], ascending indices into B of the requests whose last token's logits are sampled
     sampling: SamplingInput
     controls: dict[int, RowControls | None] = field(default_factory=dict)  # of rows whose owner is new; None: drop the old one's
+    prompt_logprobs: list[LogprobRequest] = field(default_factory=list)
+    sampled_logprobs: list[LogprobRequest] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -58,13 +61,21 @@ class StepOutput:
 
     next_ids: np.ndarray  # int64 [S]; FAILED or NO_CHOICE where that request fails, the others go on
     elapsed: float = 0.0  # seconds that the step took on the device
+    logprob_values: np.ndarray | None = None  # these two for unpack_logprobs: of prompt_logprobs, then of sampled_logprobs
+    logprob_ids: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, arrays: Sequence[np.ndarray]) -> StepOutput:
+        """From next_ids, or these and the two arrays of log-probabilities."""
+        return cls(arrays[0]) if len(arrays) == 1 else cls(arrays[0], logprob_values=arrays[1], logprob_ids=arrays[2])
 
 
-def timed_step(call: Callable[[], np.ndarray]) -> StepOutput:
-    """Run a step on the host; ``call`` returns the ids that it samples."""
+def timed_step(call: Callable[[], Sequence[np.ndarray]]) -> StepOutput:
+    """Run a step on the host; ``call`` returns the ids that it samples, and log-probabilities if there are any."""
     start = time.perf_counter()
-    next_ids = call()
-    return StepOutput(next_ids=next_ids, elapsed=time.perf_counter() - start)
+    output = StepOutput.of(call())
+    output.elapsed = time.perf_counter() - start
+    return output
 
 
 class StepHandle(Protocol):

@@ -130,14 +130,23 @@ class DecoderModel(nn.Module):
         return None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits, float32 [S, V]."""
+        """Logits of the rows that sample, float32 [S, V]: only the last token of each meets the head."""
+        return self.logits(self.hidden_states(batch).index_select(0, batch.sample_tokens))
+
+    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
+        """What the head takes, of every token of the step: [T, hidden]."""
         x = self.embed_tokens(batch.input_ids)
         rope = self.rope(batch.positions)
         local = rope if self.local_rope is None else self.local_rope(batch.positions)
         for layer, is_local in zip(self.layers, self.layer_is_local, strict=True):
             x = layer(x, local if is_local else rope, batch)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [N, V] of hidden states [N, hidden]."""
         head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return compute_logits(self.norm(x), head, batch, soft_cap=self.soft_cap)
+        return compute_logits(hidden, head, soft_cap=self.soft_cap)
 
 
 def full_rope(config: ModelConfig, dtype: torch.dtype) -> RotaryEmbedding:

@@ -144,7 +144,9 @@ def test_what_is_not_served_is_refused(narrow: Server, stream: bool) -> None:
     for name in NOT_SERVED:
         refused(narrow.post({"text": "a", "stream": stream, "sampling_params": {name: "x"}}), name)
     for number in (2_000_000_000, -1):
-        refused(narrow.post({"text": "a", "return_logprob": True, "top_logprobs_num": number, "stream": stream}), "return_logprob")
+        refused(
+            narrow.post({"text": "a", "return_logprob": True, "top_logprobs_num": number, "stream": stream}), "top_logprobs_num"
+        )
     off = dict.fromkeys(UNSUPPORTED) | {"priority": None, "rid": None, "stream": None, "sampling_params": None}
     assert narrow.generate(**off, text="a")["meta_info"]["completion_tokens"] > 0
     params = {name: values[0] for name, values in NOT_SERVED.items()} | QUICK

@@ -381,6 +381,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         "allowed_token_ids",
         "bad_words",
         "custom_params",
+        "stop_regex",  # kept as a stop string
     }
     full = GenerateReq(
         rid="a",
@@ -392,6 +393,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         cache_hint=CacheHint(priority=1),
         routing_key="d",
         session_hold="e",
+        logprobs=LogprobParams(start_len=1),
         timeout=1.0,
     )
     kept = disguised(full, NoDisguise())

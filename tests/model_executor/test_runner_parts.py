@@ -47,9 +47,9 @@ def test_all_work_runs_in_order_on_one_thread(overlap):
     device = create_device("cpu", overlap=overlap)
     seen: list[tuple[int, int]] = []
 
-    def step(i: int) -> torch.Tensor:
+    def step(i: int) -> list[torch.Tensor]:
         seen.append((i, threading.get_ident()))
-        return torch.tensor([i])
+        return [torch.tensor([i])]
 
     handles = [device.submit(lambda i=i: step(i)) for i in range(20)]
     thread = device.run(threading.get_ident)
@@ -64,10 +64,10 @@ def test_all_work_runs_in_order_on_one_thread(overlap):
 def test_what_a_step_raises_travels_through_wait_and_the_next_step_runs(overlap):
     device = create_device("cpu", overlap=overlap)
 
-    def broken() -> torch.Tensor:
+    def broken() -> list[torch.Tensor]:
         raise ZeroDivisionError("in the step")
 
-    bad, good = device.submit(broken), device.submit(lambda: torch.tensor([4]))
+    bad, good = device.submit(broken), device.submit(lambda: [torch.tensor([4])])
     with pytest.raises(ZeroDivisionError, match="in the step"):
         bad.wait()
     assert bad.done() and good.wait().next_ids.tolist() == [4]
@@ -80,9 +80,9 @@ def test_a_step_is_not_done_before_it_ends():
     device = create_device("cpu", overlap=True)
     gate = threading.Event()
 
-    def step() -> torch.Tensor:
+    def step() -> list[torch.Tensor]:
         gate.wait()
-        return torch.tensor([1])
+        return [torch.tensor([1])]
 
     handle = device.submit(step)
     assert not handle.done()
