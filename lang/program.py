@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from .backend.base import Backend
@@ -22,6 +23,8 @@ from .requirements import Requirements
 from .state import AsyncProgramState, BaseState, ProgramState
 from .tracing import Placeholder, StopTracing, TraceState, trace, tracing
 from .waiting import threads
+
+logger = logging.getLogger(__name__)
 
 DEFAULTS = SamplingParams(
     max_new_tokens=128,
@@ -82,7 +85,8 @@ class Function:
         Raises UnsupportedError before the first call if the backend cannot run it, StepError if a step fails, and whatever the
         function raises. An async program is run on an event loop of its own, in a thread.
         """
-        setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=use_thread)
+        options, kwargs = _split(kwargs)
+        setting = self._setting(backend, options, stream=stream, use_thread=use_thread)
         if self.is_async:
             async_state = AsyncProgramState(Interpreter(setting))
             self._in_thread(lambda: asyncio.run(self._execute_async(async_state, args, kwargs)))
@@ -96,28 +100,35 @@ class Function:
 
     async def run_async(self, *args: Any, stream: bool = False, backend: Any = None, **kwargs: Any) -> Any:
         """``run`` on the caller's event loop, for both kinds of programs; a plain program runs in a thread."""
-        setting, kwargs = self._prepare(backend, kwargs, stream=stream, use_thread=True)
+        options, kwargs = _split(kwargs)
+        setting = self._setting(backend, options, stream=stream, use_thread=True)
+        if self.is_async and not stream:
+            state = AsyncProgramState(Interpreter(setting))
+            await self._execute_async(state, args, kwargs)
+            return state
+        started = self._start_async(setting, args, kwargs)
+        return started if stream else await self._wait_async(started)
+
+    def _start_async(self, setting: Setting, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A state whose program runs beside the caller: as a task if it is async, else in a thread."""
         if not self.is_async:
             state = ProgramState(Interpreter(setting))
             self._in_thread(lambda: self._execute(state, args, kwargs))
-            return state if stream else await self._wait_async(state)
+            return state
         async_state = AsyncProgramState(Interpreter(setting))
         work = self._execute_async(async_state, args, kwargs)
-        if not stream:
-            await work
-            return async_state
         async_state.task = asyncio.ensure_future(self._quietly(work, async_state))
         return async_state
 
-    def _prepare(self, backend: Any, kwargs: dict[str, Any], *, stream: bool, use_thread: bool) -> tuple[Setting, dict[str, Any]]:
+    def _setting(self, backend: Any, options: Mapping[str, Any], *, stream: bool = False, use_thread: bool = True) -> Setting:
+        """Raises UnsupportedError for what the backend cannot do, TypeError for an option that does not exist."""
         chosen = self._backend(backend)
         if self._requirements is None:
             self._requirements = Requirements(self.func)
         self._requirements.check(chosen)
-        sampling = {name: value for name, value in kwargs.items() if name in SAMPLING}
-        params = SamplingParams(**sampling).over(DEFAULTS)
+        params = SamplingParams(**options).over(DEFAULTS)
         chosen.check_params(params)
-        setting = Setting(
+        return Setting(
             program=self.__name__,
             backend=chosen,
             params=params,
@@ -125,7 +136,6 @@ class Function:
             threaded=use_thread,
             num_spec_tokens=self.num_api_spec_tokens,
         )
-        return setting, {name: value for name, value in kwargs.items() if name not in SAMPLING}
 
     @staticmethod
     def _backend(backend: Any) -> Backend:
@@ -213,6 +223,8 @@ class Function:
         num_threads: int | str = "auto",
         progress_bar: bool = False,
         generator_style: bool = False,
+        stream: bool = False,
+        use_thread: bool = True,
         **options: Any,
     ) -> list[Any] | Generator[Any]:
         """Run it once per item, a dict or a tuple of arguments, side by side; the states in the items' order.
@@ -223,50 +235,52 @@ class Function:
         text that all runs begin with is computed once beforehand. options are run's.
         """
         items = [self._item(item) for item in batch_kwargs]
-        chosen = self._backend(backend)
-        self._prepare(chosen, dict(options), stream=False, use_thread=True)  # what cannot run fails here, once
-        if len(items) > 1 and global_config.enable_precache_with_tracing:
-            self._precache(chosen, self._shared(items))
-        bound = _num_threads(num_threads)
-
-        def one(index: int) -> Any:
-            return self._run_quietly(chosen, {**options, **items[index]})
-
-        states = run_all(one, len(items), num_threads=bound, progress_bar=progress_bar, bounded=generator_style)
+        setting = self._setting(backend, options, stream=stream, use_thread=use_thread)
+        self._share(setting.backend, items)
+        states = run_all(
+            lambda index: self._run_quietly(setting, items[index]),
+            len(items),
+            num_threads=_num_threads(num_threads),
+            progress_bar=progress_bar,
+            bounded=generator_style,
+        )
         return states if generator_style else list(states)
 
     async def run_batch_async(
         self, batch_kwargs: Iterable[Item], *, backend: Any = None, num_threads: int | str = "auto", **options: Any
     ) -> list[Any]:
-        """``run_batch`` on the caller's event loop; an async program needs no thread per run."""
+        """``run_batch`` on the caller's event loop."""
         items = [self._item(item) for item in batch_kwargs]
-        chosen = self._backend(backend)
-        if len(items) > 1 and global_config.enable_precache_with_tracing:
-            await asyncio.to_thread(self._precache, chosen, self._shared(items))
+        setting = self._setting(backend, options)
+        await asyncio.to_thread(self._share, setting.backend, items)
         room = asyncio.Semaphore(_num_threads(num_threads))
 
         async def one(item: dict[str, Any]) -> Any:
             async with room:
-                state = await self.run_async(backend=chosen, stream=True, **{**options, **item})
-                with contextlib.suppress(Exception):  # it stays in the state
-                    await self._wait_async(state)
+                state = self._start_async(replace(setting), (), item)
+                try:
+                    with contextlib.suppress(Exception):  # it stays in the state
+                        await self._wait_async(state)
+                finally:
+                    if state.task is not None:
+                        state.task.cancel()  # does nothing to one that has ended
                 return state
 
         return list(await asyncio.gather(*[one(item) for item in items]))
 
-    def _run_quietly(self, backend: Backend, kwargs: dict[str, Any]) -> Any:
-        setting, kwargs = self._prepare(
-            backend, kwargs, stream=kwargs.pop("stream", False), use_thread=kwargs.pop("use_thread", True)
-        )
-        state: Any = (AsyncProgramState if self.is_async else ProgramState)(Interpreter(setting))
-        try:
+    def _run_quietly(self, setting: Setting, item: dict[str, Any]) -> Any:
+        """Whatever a run raises stays in its state."""
+        state: Any = (AsyncProgramState if self.is_async else ProgramState)(Interpreter(replace(setting)))
+        with contextlib.suppress(Exception):
             if self.is_async:
-                asyncio.run(self._execute_async(state, (), kwargs))
+                asyncio.run(self._execute_async(state, (), item))
             else:
-                self._execute(state, (), kwargs)
-        except Exception:  # the state has it; the other items go on
-            pass
+                self._execute(state, (), item)
         return state
+
+    def _share(self, backend: Backend, items: list[dict[str, Any]]) -> None:
+        if len(items) > 1 and global_config.enable_precache_with_tracing:
+            self._precache(backend, _shared(items))
 
     def _item(self, item: Item) -> dict[str, Any]:
         if isinstance(item, Mapping):
@@ -275,12 +289,6 @@ class Function:
         if len(item) > len(names):
             raise TypeError(f"{self.__name__} takes {len(names)} arguments, an item has {len(item)}")
         return dict(zip(names, item, strict=False))
-
-    def _shared(self, items: list[dict[str, Any]]) -> dict[str, Any]:
-        """The arguments that are the same plain value in all items."""
-        first = items[0]
-        plain = {name: value for name, value in first.items() if isinstance(value, (str, int, float, bool))}
-        return {name: value for name, value in plain.items() if all(item.get(name) == value for item in items)}
 
     # --- traces -------------------------------------------------------------------------------------------------------------------
 
@@ -301,6 +309,7 @@ class Function:
             state = trace(self.func, self._dummies(known), prefix_only=True)
             prefix = state.prefix(backend.get_chat_template)
         except Exception:  # a user's function, given placeholders, may raise anything; its real runs will tell
+            logger.debug("%s: the prefix could not be traced", self.__name__, exc_info=True)
             return ""
         if len(prefix) <= MIN_PREFIX:
             return ""
@@ -316,6 +325,18 @@ class Function:
         ]
         values = {name: Placeholder(name) for name in positional}
         return {**values, **{name: value for name, value in known.items() if name in values}, **self.bind_arguments}
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(sampling options, arguments of the program)"""
+    options = {name: value for name, value in kwargs.items() if name in SAMPLING}
+    return options, {name: value for name, value in kwargs.items() if name not in SAMPLING}
+
+
+def _shared(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments that are the same plain value in all items."""
+    plain = {name: value for name, value in items[0].items() if isinstance(value, (str, int, float, bool))}
+    return {name: value for name, value in plain.items() if all(item.get(name) == value for item in items)}
 
 
 def _raise_own(error: Exception | None) -> None:

@@ -19,23 +19,23 @@ class StopTracing(BaseException):
     """The program asks for something that only a real run knows. No Exception, so that a program does not catch it."""
 
 
-class Placeholder:
+class Placeholder(ir.Text):
     """Stands for an argument or a variable. It may be written into text; any other use ends the trace."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(f"{OPEN}{name}{CLOSE}")
 
     def __str__(self) -> str:
-        return f"{OPEN}{self._name}{CLOSE}"
+        return self.value
 
     def __format__(self, _: str) -> str:
-        return str(self)
+        return self.value
 
     def __add__(self, other: Any) -> Any:
-        return str(self) + other if isinstance(other, str) else ir.Text(str(self)) + other
+        return self.value + other if isinstance(other, str) else super().__add__(other)
 
     def __radd__(self, other: Any) -> Any:
-        return other + str(self) if isinstance(other, str) else other + ir.Text(str(self))
+        return other + self.value if isinstance(other, str) else super().__radd__(other)
 
     def __await__(self) -> Generator[None, None, Placeholder]:
         yield from ()
@@ -74,7 +74,7 @@ class TraceState:
         self._variables: set[str] = set()
 
     def __iadd__(self, other: object) -> TraceState:
-        for part in ir.parts_of(str(other) if isinstance(other, Placeholder) else other):
+        for part in ir.parts_of(other):
             constant = isinstance(part, (ir.RoleBegin, ir.RoleEnd, ir.ScopeBegin, ir.ScopeEnd))
             constant = constant or (isinstance(part, ir.Text) and OPEN not in part.value)
             self.nodes.append(part)

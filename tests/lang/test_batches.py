@@ -175,3 +175,20 @@ def test_a_function_that_cannot_be_traced_still_runs() -> None:
     states = program.run_batch([(["a"],), (["b", "c"],)], backend=script)
     assert all(state.error() is None for state in states)
     assert script.texts("cache") == [LONG]
+
+
+def test_an_item_s_arguments_are_never_options() -> None:
+    @bn.function
+    def program(s: Any, top_p: float, stop: str) -> str:
+        s += f"{top_p} {stop}" + bn.gen("x", top_p=top_p)
+        return str(s["x"])
+
+    script = ScriptedBackend()
+    states = program.run_batch([{"top_p": 0.5, "stop": "a"}, {"top_p": 0.25, "stop": "b"}], backend=script, temperature=0.5)
+    assert [state.ret_value for state in states] == ["<5>", "<6>"]
+    assert {(p.top_p, p.stop, p.temperature) for kind, _, p in script.calls if kind == "generate"} == {
+        (0.5, None, 0.5),
+        (0.25, None, 0.5),
+    }
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tempersture'"):
+        program.run_batch([(0.5, "a")], backend=script, tempersture=0.5)
