@@ -73,6 +73,7 @@ class FakeManager:
         self.tokenizer = ByteTokenizer()
         self.validator = RequestValidator(self.config, self.info, self.tokenizer)
         self.draining = False
+        self.is_full = False
         self.script = ["Hel", "lo", " wor", "ld"]
         self.hold: int | None = None
         self.fault: tuple[int, Exception] | None = None  # before which word, and what

@@ -109,3 +109,14 @@ def test_pause_and_continue(served: Any) -> None:
     reply = served.client.post("/continue_generation", json={"torch_empty_cache": True})
     assert reply.json() == {"message": "on", "status": "ok"}
     assert calls == ["abort"] * 3 + ["retract", "in_place", "continue"]
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_overload_is_answered_before_the_body_is_read(served: Any, path: str) -> None:
+    served.manager.is_full = True
+    reply = served.client.post(path, content=b"{no json")
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert reply.json()["error"]["message"] == "The request queue is full."
+    assert served.client.get("/health").status_code == 200
+    served.manager.is_full = False
+    assert served.client.post(path, content=b"{no json", headers={"content-type": "application/json"}).status_code == 400
