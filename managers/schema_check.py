@@ -14,7 +14,7 @@ import msgspec
 from .errors import RequestError
 from .grammar import BACKENDS, EBNF, JSON_SCHEMA, KINDS, REGEX, STRUCTURAL_TAG
 from .schema_narrow import Narrowing, NotEnforced, Unsatisfiable
-from .schema_rules import FORMAT_PATTERNS, pattern_fault
+from .schema_rules import FORMAT_PATTERNS, pattern_fault, plain_optionals
 
 ANY_JSON = "$$ANY$$"  # a json_schema that stands for "any JSON"
 JSON_OBJECT = '{"type":"object"}'
@@ -106,7 +106,7 @@ def _regex(backend: str, text: str) -> str:
         if set(text[1:-1]) & set("^$") or "|" in text:
             raise NotEnforced(REGEX, "#", "with anchors or alternatives")
         return text.removeprefix("^").removesuffix("$")
-    return text
+    return plain_optionals(text)
 
 
 def _dump(value: Any) -> str:
@@ -129,6 +129,19 @@ def _parse(kind: str, text: str) -> Any:
     return value
 
 
+def _strings(value: Any) -> Iterator[str]:
+    """All strings inside, names included."""
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, str):
+            yield node
+        elif isinstance(node, dict):
+            stack.extend([*node, *node.values()])
+        elif isinstance(node, list):
+            stack.extend(node)
+
+
 def _depths(value: Any) -> Iterator[int]:
     """The depth of each value inside, without recursion."""
     stack = [(value, 0)]
@@ -142,7 +155,9 @@ def _depths(value: Any) -> Iterator[int]:
 
 
 def _for_llguidance(schema: Any) -> Any:
-    """llguidance refuses keywords that it does not know, but for what is checked here."""
+    """llguidance refuses keywords that it does not know, but for what is checked here. Without \\u it cannot write control characters."""
+    if any(char < " " and char not in "\b\f\n\r\t" for text in _strings(schema) for char in text):
+        raise NotEnforced("enum", "#", "with control characters, or a name with such,")
     return _llguidance_node(schema, "#")
 
 
@@ -169,8 +184,6 @@ def _check_llguidance(node: dict[str, Any], at: str) -> None:
             raise NotEnforced(keyword, at)
     if node.get("format") in ("int32", "int64"):
         raise NotEnforced("format", at, f"{node['format']!r}")
-    if any(isinstance(value, str) and "\0" in value for value in [node.get("const"), *(node.get("enum") or [])]):
-        raise NotEnforced("enum" if "enum" in node else "const", at, "with a NUL character")
     for keyword in ("$id", "id"):
         if at != "#" and isinstance(node.get(keyword), str):
             raise NotEnforced(keyword, at)
@@ -206,8 +219,10 @@ def _structural_format(node: Any, at: str) -> Any:
         raise NotEnforced("type", at, f"{kind!r}")
     if kind == JSON_SCHEMA:
         return {"type": JSON_SCHEMA, "json_schema": Narrowing(node["json_schema"]).result()}
-    if kind == REGEX and (fault := pattern_fault(node["pattern"], in_json=False)):
-        raise NotEnforced("pattern", at, f"that {fault}")
+    if kind == REGEX:
+        if fault := pattern_fault(node["pattern"], in_json=False):
+            raise NotEnforced("pattern", at, f"that {fault}")
+        return {"type": REGEX, "pattern": plain_optionals(node["pattern"])}
     return {
         key: _structural_format(value, f"{at}/{key}") if isinstance(value, dict | list) else value for key, value in node.items()
     }

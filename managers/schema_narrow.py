@@ -12,6 +12,7 @@ from urllib.parse import unquote
 
 from .schema_rules import (
     ANNOTATIONS,
+    CHARACTER,
     FORMAT_PATTERNS,
     FORMATS,
     INTEGER_BOUND,
@@ -24,6 +25,7 @@ from .schema_rules import (
     is_of_type,
     json_type,
     pattern_fault,
+    plain_optionals,
 )
 
 Schema = dict[str, Any]
@@ -241,13 +243,12 @@ class Narrowing:
             fault = pattern_fault(pattern, in_json=True)
             if fault:
                 raise NotEnforced("pattern", at, f"that {fault}")
-            return {"type": "string", "pattern": pattern}
+            return {"type": "string", "pattern": plain_optionals(pattern)}
         if "format" in node:
             return {"type": "string", "format": node["format"]}
         if lengths:  # as a pattern: of its own, xgrammar lets control characters through where only the length is given
             high = lengths.get("maxLength", "")
-            pattern = f'^[^"\\\\]{{{lengths.get("minLength", 0)},{high}}}$'
-            return {"type": "string", "pattern": pattern}
+            return {"type": "string", "pattern": f"^{CHARACTER}{{{lengths.get('minLength', 0)},{high}}}$"}
         return {"type": "string"}
 
     def _number(self, node: Schema, at: str) -> Schema:
@@ -350,7 +351,7 @@ class Narrowing:
             if fault:
                 raise NotEnforced(keyword, at, f"with a pattern that {fault}")
             return {
-                "patternProperties": {pattern: self.narrow(schema, f"{at}/{keyword}/{_escaped(pattern)}")},
+                "patternProperties": {plain_optionals(pattern): self.narrow(schema, f"{at}/{keyword}/{_escaped(pattern)}")},
                 "additionalProperties": False,
             }
         names = node[keyword]

@@ -57,6 +57,9 @@ INTEGER_BOUND = 2**53
 NUMBER_RANGE = (1e-4, 1e12)  # magnitudes of bounds of numbers
 
 _PLAIN_ESCAPES = frozenset("dDwWsS.-/()[]{}*+?|^$&,:;=!#%@~_<>' ")
+# One character that needs no escape in JSON, as a class: no surrogates, which as UTF-8 are no text.
+CHARACTER = "[ !#-\\[\\]-\ud7ff\ue000-\U0010ffff]"
+_PIECES = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)  # escapes and classes whole, else single characters
 _CODE = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})")
 
 
@@ -91,6 +94,14 @@ def pattern_fault(pattern: str, *, in_json: bool) -> str:
     except (RecursionError, OverflowError):
         return "is too complex"
     return _PatternScan(pattern, in_json=in_json).fault()
+
+
+def plain_optionals(pattern: str) -> str:
+    """The same pattern with (...)? written as (...){0,1}: in strings of JSON, xgrammar 0.2.9 takes (ab+)? for a?b*."""
+    pieces = _PIECES.findall(pattern)
+    return "".join(
+        "{0,1}" if piece == "?" and before == ")" else piece for before, piece in zip(["", *pieces], pieces, strict=False)
+    )
 
 
 class _PatternScan:

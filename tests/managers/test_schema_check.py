@@ -96,6 +96,9 @@ CASES: list[tuple[Any, list[Any], list[Any]]] = [  # schema, some that it accept
     ({"type": "string", "format": "ipv4"}, ["10.0.0.255"], ["10.0.0.256", "01.0.0.0"]),
     ({"enum": ["北京", "ö", "😀"]}, ["北京", "ö", "😀"], ["x"]),
     ({"type": "object", "properties": {"größe": INTEGER}, "required": ["größe"]}, [{"größe": 1}], [{}]),
+    ({"type": "string", "pattern": "^a(b7+)?[)?]$"}, ["ab7)", "a?"], ["a7?", "ab?"]),
+    ({"type": "string", "format": "time"}, ["07:10:19Z", "07:10:19.71-21:56"], ["07:10:1971-21:56"]),
+    ({"type": "string", "maxLength": 2}, ["😀é", ""], ["abc", "\x0b"]),
     ({"type": "object", "properties": {"a": {"$ref": "#"}}}, [{}, {"a": {"a": {}}}], [{"a": 1}]),
     (
         {
@@ -120,6 +123,14 @@ def test_rewritten_schemas(backends: dict[str, GrammarBackend], name: str, schem
         assert accepts(grammar, json.dumps(value, ensure_ascii=False)), value
     for value in bad:
         assert not accepts(grammar, json.dumps(value, ensure_ascii=False)), value
+
+
+def parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def walk(grammar: CompiledGrammar, rng: random.Random, limit: int = 400) -> str | None:
@@ -166,6 +177,7 @@ def test_whatever_a_grammar_can_finish_validates(backends: dict[str, GrammarBack
             if text is not None:
                 finished += 1
                 validator = jsonschema.Draft7Validator if isinstance(schema.get("items"), list) else jsonschema.Draft202012Validator
+                assert parses(text), (schema, text)
                 validator(schema).validate(json.loads(text))
     assert finished > 150
 
