@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
@@ -185,13 +186,16 @@ class Interpreter:
         """Text and variable grow as the completion comes in."""
         meta: dict[str, Any] = {}
         value = ""
-        for new in self.setting.backend.generate_stream(self.transcript.prompt(), params):
-            meta = new.meta_info
-            value += new.text
-            with self.signal:
-                self.transcript.append(new.text)
-                self._assign(gen.name, value, meta)
-            self.signal.notify()
+        with closing(self.setting.backend.generate_stream(self.transcript.prompt(), params)) as pieces:
+            for new in pieces:
+                if self.queue.error is not None:  # the state was ended
+                    break
+                meta = new.meta_info
+                value += new.text
+                with self.signal:
+                    self.transcript.append(new.text)
+                    self._assign(gen.name, value, meta)
+                self.signal.notify()
         self._write(gen.name, value, meta)
         return value, meta
 
@@ -345,6 +349,13 @@ class Interpreter:
             for fork in group:
                 fork.close()
         self.queue.close()
+
+    def fail(self, error: Exception) -> None:
+        """End this state and its forks: what has not been sent never is, and streams under way are left."""
+        for group in self._forks:
+            for fork in group:
+                fork.fail(error)
+        self.queue.fail(error)
 
     def is_idle(self) -> bool:
         """All that was submitted is done; for those outside of the program, all that will be. Look with the signal held."""

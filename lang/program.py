@@ -117,7 +117,7 @@ class Function:
             return state
         async_state = AsyncProgramState(Interpreter(setting))
         work = self._execute_async(async_state, args, kwargs)
-        async_state.task = asyncio.ensure_future(self._quietly(work, async_state))
+        async_state.task = asyncio.ensure_future(self._quietly(work))
         return async_state
 
     def _setting(self, backend: Any, options: Mapping[str, Any], *, stream: bool = False, use_thread: bool = True) -> Setting:
@@ -150,7 +150,7 @@ class Function:
         try:
             state.ret_value = self.func(state, *args, **{**kwargs, **self.bind_arguments})
             state.sync()
-        except Exception as error:  # a user's function may raise anything; whoever reads the state learns of it
+        except BaseException as error:  # Ctrl-C too: nothing more is sent, and whoever reads the state learns of it
             self._fail(state, error)
             raise
         finally:
@@ -163,7 +163,7 @@ class Function:
         try:
             state.ret_value = await self.func(state, *args, **{**kwargs, **self.bind_arguments})
             await state.sync()
-        except Exception as error:  # as in _execute
+        except BaseException as error:  # as in _execute; cancellation too
             self._fail(state, error)
             raise
         finally:
@@ -181,21 +181,17 @@ class Function:
 
         threads.start(body)
 
-    async def _quietly(self, work: Coroutine[Any, Any, None], state: BaseState) -> None:
-        try:
+    @staticmethod
+    async def _quietly(work: Coroutine[Any, Any, None]) -> None:
+        with contextlib.suppress(Exception):  # the state has it
             await work
-        except asyncio.CancelledError:
-            self._fail(state, ProgramError(f"{self.__name__} was cancelled"))
-            raise
-        except Exception:  # the state has it
-            pass
 
-    def _fail(self, state: BaseState, error: Exception) -> None:
+    def _fail(self, state: BaseState, error: BaseException) -> None:
         if not isinstance(error, StepError):
-            wrapped = ProgramError(f"{self.__name__} raised {type(error).__name__}: {error}")
+            wrapped = ProgramError(f"{self.__name__} ended with {type(error).__name__}: {error}")
             wrapped.__cause__ = error
             error = wrapped
-        state.interpreter.queue.fail(error)
+        state.interpreter.fail(error)
 
     @staticmethod
     def _wait(state: AsyncProgramState) -> AsyncProgramState:
@@ -279,7 +275,7 @@ class Function:
         return state
 
     def _share(self, backend: Backend, items: list[dict[str, Any]]) -> None:
-        if len(items) > 1 and global_config.enable_precache_with_tracing:
+        if len(items) > 1 and backend.has_prefix_cache and global_config.enable_precache_with_tracing:
             self._precache(backend, _shared(items))
 
     def _item(self, item: Item) -> dict[str, Any]:
@@ -341,7 +337,7 @@ def _shared(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _raise_own(error: Exception | None) -> None:
     """What the function itself raised comes out of run as it is."""
-    if isinstance(error, ProgramError) and error.__cause__ is not None:
+    if isinstance(error, ProgramError) and isinstance(error.__cause__, Exception):
         raise error.__cause__
 
 

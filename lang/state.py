@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from . import ir
 from .backend.base import Backend
+from .errors import ProgramError
 from .interpreter import Interpreter
 from .show import Picture
 
@@ -84,6 +85,10 @@ class BaseState:
     def error(self) -> Exception | None:
         """What ended this state too early, so far. Does not wait in an async program."""
         return self._interpreter.queue.error
+
+    def cancel(self) -> None:
+        """End the state and its forks: streams are left, which aborts them on the server, and nothing more is sent."""
+        self._interpreter.fail(ProgramError(f"{self._interpreter.setting.program} was cancelled"))
 
     def end(self) -> None:
         """No more steps will come. ``run`` calls it."""

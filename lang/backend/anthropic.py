@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from ..chat_template import TEMPLATES, ChatTemplate
@@ -70,7 +70,7 @@ class Anthropic(Backend):
         text = "".join(block.text for block in answer.content if block.type == "text")
         return [Completion(text, _meta(answer))]
 
-    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Completion]:
+    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Completion]:
         """One call, in pieces; the counts come with the last."""
         try:
             with self.client.messages.stream(**self._body(prompt, params)) as stream:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -45,6 +45,7 @@ class Backend(ABC):
 
     name: str = "backend"
     is_chat_model: bool = False  # gets messages, so a completion ends its turn
+    has_prefix_cache: bool = False  # so that it is worth telling it what many runs will begin with
     wants_speculation: bool = False  # a call costs more than tokens, so num_api_spec_tokens helps
 
     def unsupported(self) -> Mapping[str, str]:
@@ -76,7 +77,7 @@ class Backend(ABC):
         """Complete it params.n times."""
 
     @abstractmethod
-    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Completion]:
+    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Completion]:
         """Complete it once; what is new, as it comes."""
 
     def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesSamplingMethod) -> ChoicesDecision:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -37,11 +38,12 @@ class EngineBackend(NativeBackend):
         except BanyanError as error:
             raise BackendError(str(error), status=getattr(error, "status_code", None)) from error
 
-    def post_stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def post_stream(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """Engine.generate with stream=True."""
         try:
             chunks: Any = self.engine.generate(**_arguments(body))
-            yield from chunks
+            with closing(chunks):  # leaving it aborts the request
+                yield from chunks
         except BanyanError as error:
             raise BackendError(str(error), status=getattr(error, "status_code", None)) from error
 

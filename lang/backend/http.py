@@ -7,7 +7,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import msgspec
@@ -57,7 +57,7 @@ class HttpClient:
         except msgspec.DecodeError:
             return data.decode(errors="replace")
 
-    def events(self, path: str, body: Any) -> Iterator[Any]:
+    def events(self, path: str, body: Any) -> Generator[Any]:
         """The decoded data of each event until [DONE]. Leaving early closes the connection, which aborts the request."""
         connection, response = self._send("POST", path, body)
         done = False

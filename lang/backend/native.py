@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from ..choices import ChoicesDecision, ChoicesSamplingMethod, Entry, decide, departure
@@ -23,6 +24,8 @@ NO_TOKENS = {"max_new_tokens": 0, "temperature": 0}
 class NativeBackend(Backend):
     """Subclasses move JSON; this says what is in it."""
 
+    has_prefix_cache = True
+
     def __init__(self) -> None:
         self._unsupported: Mapping[str, str] | None = None
 
@@ -31,7 +34,7 @@ class NativeBackend(Backend):
         """The answer of /generate. Raises BackendError."""
 
     @abstractmethod
-    def post_stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def post_stream(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """The chunks of /generate. Raises BackendError."""
 
     @abstractmethod
@@ -59,10 +62,16 @@ class NativeBackend(Backend):
         items = answer if isinstance(answer, list) else [answer]
         return [Completion(item["text"], _served(item["meta_info"])) for item in items]
 
-    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Completion]:
+    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Completion]:
         """Works with servers that repeat all text in each chunk and with those that send what is new."""
+        chunks = self.post_stream({**_request(prompt, params), "stream": True, "incremental": True})
+        with closing(chunks):
+            yield from self._deltas(chunks)
+
+    @staticmethod
+    def _deltas(chunks: Iterator[dict[str, Any]]) -> Iterator[Completion]:
         seen = 0
-        for chunk in self.post_stream({**_request(prompt, params), "stream": True, "incremental": True}):
+        for chunk in chunks:
             if "error" in chunk:
                 raise BackendError(error_text(chunk))
             meta = _served(chunk["meta_info"])

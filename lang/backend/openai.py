@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -93,7 +93,7 @@ class OpenAI(Backend):
             for text, reason in zip(texts, reasons, strict=True)
         ]
 
-    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Completion]:
+    def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Generator[Completion]:
         """One call, in pieces; the usage comes with the last."""
         meta: dict[str, Any] = {}
         try:

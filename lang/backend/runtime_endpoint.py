@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from ..chat_template import (
@@ -51,7 +51,7 @@ class RuntimeEndpoint(NativeBackend):
         """POST /generate."""
         return self._http.json("POST", "/generate", body)
 
-    def post_stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def post_stream(self, body: dict[str, Any]) -> Generator[dict[str, Any]]:
         """POST /generate, as events."""
         return self._http.events("/generate", body)
 

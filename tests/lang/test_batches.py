@@ -76,7 +76,7 @@ def test_an_error_stays_with_its_item() -> None:
         states[1]["x"]
     assert isinstance(states[2].error(), ProgramError)
     assert isinstance(states[2].error().__cause__, ZeroDivisionError)
-    with pytest.raises(ProgramError, match="program raised ZeroDivisionError: mine"):
+    with pytest.raises(ProgramError, match="program ended with ZeroDivisionError: mine"):
         states[2]["x"]
 
 

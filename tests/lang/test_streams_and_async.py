@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from scripted import ScriptedBackend
 
 import banyan as bn
+from banyan.lang.backend.base import Completion
 from banyan.lang.errors import BackendError, ProgramError
 from banyan.lang.state import AsyncProgramState
 
@@ -96,7 +98,7 @@ def test_what_a_streaming_function_raises_is_the_state_s_error() -> None:
         raise ZeroDivisionError("mine")
 
     state = program.run(backend=ScriptedBackend(), stream=True)
-    with pytest.raises(ProgramError, match="program raised ZeroDivisionError: mine"):
+    with pytest.raises(ProgramError, match="program ended with ZeroDivisionError: mine"):
         list(state.text_iter())
     assert isinstance(state.error(), ProgramError)
 
@@ -220,10 +222,56 @@ def test_a_cancelled_program() -> None:
         state = await agent.run_async("why", backend=script, stream=True)
         await asyncio.sleep(0.01)
         state.task.cancel()
-        with pytest.raises(ProgramError, match="cancelled"):
+        with pytest.raises(ProgramError, match="ended with CancelledError"):
             await state["a"]
         with pytest.raises(asyncio.CancelledError):
             await state.task
 
     asyncio.run(body())
     script.gate.set()
+
+
+def test_cancelling_a_state_leaves_its_streams_and_ends_its_forks() -> None:
+    left: list[str] = []
+
+    class Endless(ScriptedBackend):
+        def generate_stream(self, prompt: Any, params: Any) -> Any:
+            try:
+                while True:
+                    yield Completion("x", {})
+                    time.sleep(0.001)
+            finally:
+                left.append(prompt.text)
+
+    @bn.function
+    def program(s: Any) -> None:
+        s += "a"
+        forks = s.fork(2)
+        forks += lambda i: str(i) + bn.gen("x")
+        forks.join()
+
+    state = program.run(backend=Endless(), stream=True)
+    assert next(state.text_iter()) == "a"
+    time.sleep(0.05)
+    state.cancel()
+    with pytest.raises(ProgramError, match="program was cancelled"):
+        state.text()
+    end = time.monotonic() + 10
+    while sorted(left) != ["a0", "a1"]:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_ctrl_c_ends_a_program() -> None:
+    kept: list[Any] = []
+
+    @bn.function
+    def program(s: Any) -> None:
+        kept.append(s)
+        s += "a" + bn.gen("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        program.run(backend=ScriptedBackend())
+    with pytest.raises(ProgramError, match="ended with KeyboardInterrupt"):
+        kept[0].text()

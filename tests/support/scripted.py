@@ -25,6 +25,7 @@ class ScriptedBackend(Backend):
     """
 
     name = "the script"
+    has_prefix_cache = True
 
     def __init__(self, answer: Answer | None = None, *, template: str = "chatml", lacks: Mapping[str, str] | None = None) -> None:
         self.answer = answer or (lambda prompt, params: f"<{len(prompt.text)}>")
