@@ -229,6 +229,22 @@ def test_the_server_s_information(backend: NativeBackend) -> None:
     assert bn.flush_cache(backend) is True
 
 
+def test_cancelling_a_program_aborts_on_the_server(backend: NativeBackend) -> None:
+    @bn.function
+    def endless(s: Any) -> None:
+        s += "on and on" + bn.gen("x", max_tokens=3900, ignore_eos=True)
+
+    states = [endless.run(backend=backend, stream=True) for _ in range(3)]
+    for state in states:
+        pieces = state.text_iter("x")
+        next(pieces)
+        state.cancel()
+    end = time.monotonic() + DEADLINE
+    while not backend.flush_cache():  # it is refused while anything runs
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def test_an_engine_is_a_backend_by_itself(engine: EngineBackend) -> None:
     assert chat.run("x", backend=engine.engine, temperature=0).text() == chat.run("x", backend=engine, temperature=0).text()
 
