@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import msgspec
 
 from .errors import RequestError
 from .grammar import BACKENDS, GrammarText, is_installed
-from .grammar_worker import LENGTH, Job, Result, WorkerConfig, write_frame
+from .grammar_worker import EXIT_MEMORY, LENGTH, Job, Result, WorkerConfig, write_frame
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +85,13 @@ class GrammarCompiler:
         """Kill the workers; what waits ends with an error. Idempotent."""
         with self._lock:
             self._closed = True
-            workers = list(self._all)
+            workers, idle = list(self._all), list(self._idle)
+            self._idle.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
+        for worker in idle:  # of the others, the threads that use them see the end
+            self._drop(worker)
 
     def _take(self, grammar: GrammarText, done: Future[Compiled]) -> None:
         with self._lock:
@@ -105,7 +109,11 @@ class GrammarCompiler:
             self._drop(worker)
             raise WorkerLost(f"{grammar.kind}: {error.message}", param=grammar.kind) from None
         with self._lock:
-            self._idle.append(worker)
+            closed = self._closed
+            if not closed:
+                self._idle.append(worker)
+        if closed:
+            self._drop(worker)
         if result.error:
             raise RequestError(result.error, param=result.param)
         if len(result.data) > MAX_DATA:
@@ -130,6 +138,7 @@ class GrammarCompiler:
 
     def _drop(self, worker: Worker) -> None:
         worker.kill()
+        worker.release()
         with self._lock:
             self._all.discard(worker)
 
@@ -173,6 +182,11 @@ class Worker:
                 self._process.stdin.close()
         self._process.wait()
 
+    def release(self) -> None:
+        """Close what is left of it, when no thread reads from it any more. Idempotent."""
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
     def _send(self, message: msgspec.Struct) -> None:
         if self._process.stdin is None:
             raise WorkerLost("it has no stdin.")
@@ -201,7 +215,11 @@ class Worker:
     def _cause(self) -> str:
         status = self._process.wait()
         log.warning("a grammar worker ended with status %d", status)
-        return "cannot be compiled within the time limit." if status == -14 else "cannot be compiled within the memory limit."
+        if status == -signal.SIGALRM:
+            return "cannot be compiled within the time limit."
+        if status in (EXIT_MEMORY, -signal.SIGABRT, -signal.SIGKILL):
+            return "cannot be compiled within the memory limit."
+        return f"the grammar compiler does not survive it (status {status})."
 
 
 class _Cache:

@@ -155,7 +155,7 @@ def _depths(value: Any) -> Iterator[int]:
 
 
 def _for_llguidance(schema: Any) -> Any:
-    """llguidance refuses keywords that it does not know, but for what is checked here. Without \\u it cannot write control characters."""
+    """llguidance refuses keywords that it does not know, but for what is checked here. Control characters it cannot write."""
     if any(char < " " and char not in "\b\f\n\r\t" for text in _strings(schema) for char in text):
         raise NotEnforced("enum", "#", "with control characters, or a name with such,")
     return _llguidance_node(schema, "#")
