@@ -12,10 +12,12 @@ from starlette.responses import Response
 from ...managers.chat_template import RESERVED_KWARGS, ChatTemplate
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
+from ...managers.logprob_json import TokenTexts
 from ...managers.sessions import SessionParams
 from ...managers.tokenizer import Tokenizer
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import ServerState, state_of
+from .logprobs import chat_logprobs
 from .protocol import ChatBody
 from .replies import Reply, Usage, check_model, checked_reason, collect, start
 
@@ -41,6 +43,7 @@ def _names(body: ChatBody) -> dict[str, str]:
         "max_new_tokens": "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         "min_new_tokens": "min_tokens",
         "sampling_seed": "seed",
+        "top_logprobs_num": "top_logprobs",
         **({} if body.response_format is None else dict.fromkeys(("json_schema", "structural_tag"), "response_format")),
         "input_ids": "messages",
         "text": "messages",
@@ -58,6 +61,8 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         custom_logit_processor=body.custom_logit_processor,
+        return_logprob=body.logprobs,
+        top_logprobs_num=body.top_logprobs,
         priority=body.priority,
         cache_hint=body.cache_hint.native() if body.cache_hint else None,
         session_id=body.session_id,
@@ -84,12 +89,12 @@ def prompt_ids(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBo
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _choice(body: ChatBody, output: Output, generation: Generation) -> dict[str, Any]:
+def _choice(body: ChatBody, output: Output, generation: Generation, texts: TokenTexts) -> dict[str, Any]:
     reason = checked_reason(output.finish_reason)
     choice: dict[str, Any] = {
         "index": output.index,
         "message": {"role": "assistant", "content": output.text, "reasoning_content": None, "tool_calls": None},
-        "logprobs": None,
+        "logprobs": chat_logprobs(generation, output, texts),
         "finish_reason": reason.kind if reason else None,
         "matched_stop": reason.matched if reason else None,
     }
@@ -102,7 +107,8 @@ def _choice(body: ChatBody, output: Output, generation: Generation) -> dict[str,
 async def _answer(state: ServerState, body: ChatBody, reply: Reply) -> dict[str, Any]:
     generation = await _start(state, body)
     usage = Usage(body.n)
-    choices = [_choice(body, output, generation) for output in await collect(generation, usage)]
+    texts = TokenTexts(state.engine().tokenizer)
+    choices = [_choice(body, output, generation, texts) for output in await collect(generation, usage)]
     return {**reply.body(choices, usage.body()), "metadata": {"weight_version": state.engine().config.weight_version}}
 
 
@@ -121,11 +127,12 @@ async def _chunks(state: ServerState, body: ChatBody, reply: Reply) -> AsyncGene
     generation = await _start(state, body)
     usage = Usage(body.n)
     opened: set[int] = set()
+    texts = TokenTexts(state.engine().tokenizer)
     try:
         async for output in generation:
             usage.add(output)
             running = usage.body() if body.wants_running_usage() else None
-            for choice in _choices(body, output, generation, opened):
+            for choice in _choices(body, output, generation, opened, texts):
                 yield reply.body([choice], running)
     finally:
         generation.abort()
@@ -133,7 +140,7 @@ async def _chunks(state: ServerState, body: ChatBody, reply: Reply) -> AsyncGene
         yield reply.body([], usage.body())
 
 
-def _choices(body: ChatBody, output: Output, generation: Generation, opened: set[int]) -> list[dict[str, Any]]:
+def _choices(body: ChatBody, output: Output, generation: Generation, opened: set[int], texts: TokenTexts) -> list[dict[str, Any]]:
     """The choices that one output becomes, one chunk each."""
     reason = checked_reason(output.finish_reason)
     index = output.index
@@ -143,8 +150,8 @@ def _choices(body: ChatBody, output: Output, generation: Generation, opened: set
         choices.append(_delta(index, role="assistant", content=""))
         if body.return_token_ids:
             choices[0]["prompt_token_ids"] = generation.prompts[index]
-    if output.text or (body.return_token_ids and output.token_ids):
-        choices.append(_delta(index, content=output.text))
+    if output.text or ((body.return_token_ids or body.logprobs) and output.token_ids):
+        choices.append({**_delta(index, content=output.text), "logprobs": chat_logprobs(generation, output, texts)})
         if body.return_token_ids:
             choices[-1]["token_ids"] = output.token_ids
     if reason is not None:

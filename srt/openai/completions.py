@@ -15,6 +15,7 @@ from ...managers.sessions import SessionParams
 from ...managers.tokenizer_manager import TokenizerManager
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of
+from .logprobs import CompletionLogprobs
 from .protocol import CompletionBody
 from .replies import Reply, Usage, check_model, checked_reason, collect, start
 
@@ -24,6 +25,7 @@ NAMES = {
     "sampling_seed": "seed",
     "input_ids": "prompt",
     "text": "prompt",
+    "top_logprobs_num": "logprobs",
 }
 
 
@@ -54,6 +56,9 @@ def _query(body: CompletionBody) -> GenerateInput:
         extra_key=body.extra_key,
         cache_salt=body.cache_salt,
         custom_logit_processor=body.custom_logit_processor,
+        return_logprob=body.logprobs is not None,
+        top_logprobs_num=body.logprobs,
+        logprob_start_len=0 if body.echo else -1,
         priority=body.priority,
         cache_hint=body.cache_hint.native() if body.cache_hint else None,
         session_id=body.session_id,
@@ -76,6 +81,35 @@ async def _echoes(tm: TokenizerManager, body: CompletionBody, generation: Genera
     return [await asyncio.to_thread(decode, ids, skip_special_tokens=skip) for ids in generation.prompts]
 
 
+class _Choices:
+    """Writes outputs as choices; ``echoes`` are put before the first of each index."""
+
+    def __init__(self, tm: TokenizerManager, body: CompletionBody, generation: Generation, echoes: list[str]) -> None:
+        self._tm, self._body, self._generation = tm, body, generation
+        self._echoes = dict(enumerate(echoes))
+        self._logprobs: dict[int, CompletionLogprobs] = {}
+
+    def write(self, output: Output) -> dict[str, Any]:
+        """One output as a choice."""
+        echo = self._echoes.pop(output.index, None)
+        choice = _choice(self._body, output, self._generation)
+        choice["text"] = (echo or "") + output.text
+        if self._body.logprobs is not None:
+            choice["logprobs"] = self._write_logprobs(output, echo)
+        return choice
+
+    def _write_logprobs(self, output: Output, echo: str | None) -> dict[str, Any]:
+        body, index = self._body, output.index
+        if index not in self._logprobs:
+            self._logprobs[index] = CompletionLogprobs(
+                self._generation, index, self._tm.tokenizer, skip_special=body.skip_special_tokens
+            )
+        if body.echo and echo is not None:
+            prompt = body.prompt if isinstance(body.prompt, str) else body.prompt[0]
+            self._logprobs[index].echo(self._generation, output, echo, as_given=isinstance(prompt, str))
+        return self._logprobs[index].part(output)
+
+
 def _choice(body: CompletionBody, output: Output, generation: Generation) -> dict[str, Any]:
     reason = checked_reason(output.finish_reason)
     choice: dict[str, Any] = {
@@ -96,9 +130,8 @@ async def _answer(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> d
     usage = Usage(body.n)
     outputs = await collect(generation, usage)
     echoes = await _echoes(tm, body, generation)
-    choices = [_choice(body, output, generation) for output in outputs]
-    for choice in choices:
-        choice["text"] = echoes[choice["index"]] + choice["text"]
+    writer = _Choices(tm, body, generation, echoes)
+    choices = [writer.write(output) for output in outputs]
     return {**reply.body(choices, usage.body()), "metadata": {"weight_version": tm.config.weight_version}}
 
 
@@ -107,12 +140,12 @@ async def _chunks(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> A
     generation = await start(tm, _query(body), NAMES)
     usage = Usage(body.n)
     try:
-        echoes = dict(enumerate(await _echoes(tm, body, generation)))
+        writer = _Choices(tm, body, generation, await _echoes(tm, body, generation))
+        tells_tokens = body.return_token_ids or body.logprobs is not None
         async for output in generation:
             usage.add(output)
-            output.text = echoes.pop(output.index, "") + output.text
-            choice = _choice(body, output, generation)
-            if output.text or output.finish_reason or (body.return_token_ids and output.token_ids):
+            choice = writer.write(output)
+            if choice["text"] or output.finish_reason or (tells_tokens and output.token_ids):
                 yield reply.body([choice], usage.body() if body.wants_running_usage() else None)
     finally:
         generation.abort()

@@ -245,11 +245,11 @@ class CompletionBody(GenerateBody):
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerateBody.unsupported,
         "suffix": ("",),
-        "logprobs": (),
     }
 
     prompt: Prompt
     echo: bool = False
+    logprobs: int | None = Field(None, ge=0)  # alternatives per token; 0: the chosen token's alone
     max_tokens: int = Field(16, ge=0)
     best_of: int | None = Field(None, ge=1)
 
@@ -282,8 +282,6 @@ class ChatBody(GenerateBody):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerateBody.unsupported,
-        "logprobs": (),
-        "top_logprobs": (0,),
         "tools": (),
         "tool_choice": ("none", "auto"),
         "functions": (),
@@ -301,6 +299,8 @@ class ChatBody(GenerateBody):
     messages: list[ChatMessage] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0)  # counts with logprobs only
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
     add_generation_prompt: bool = True

@@ -29,6 +29,7 @@ from banyan.managers.io_struct import (
     ContinueReq,
     FlushCacheReq,
     GenerateReq,
+    LogprobParams,
     PauseReq,
     ReleaseHoldReq,
     Tick,

@@ -1,4 +1,4 @@
-"""Penalties and the like over a tiny real model: each request equals its solo run, whatever joins, leaves or is retracted beside it."""
+"""Penalties and the like over a tiny model: each request equals its solo run, whatever joins or is retracted beside it."""
 
 from __future__ import annotations
 

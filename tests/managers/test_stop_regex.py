@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -55,7 +56,7 @@ def test_finds_what_re_finds_however_the_text_is_cut(patterns: list[str], text: 
             RegexMatcher(patterns)
         return
     ends = sorted({0, len(text), *[cut for cut in cuts if cut < len(text)]})
-    pieces = [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(ends)]
     matcher = RegexMatcher(patterns)
     shown, matched = run(matcher, pieces)
     span = first_match(patterns, text)
@@ -124,8 +125,9 @@ def test_an_exponential_pattern_is_linear_here() -> None:
         "(?<=a)b",
         "a$",
         "x" * 3000,
-    ]
-    + ["(" * 30 + "a" + ")" * 30, "(a{1000}){1000}"],
+        "(" * 30 + "a" + ")" * 30,
+        "(a{1000}){1000}",
+    ],
 )
 def test_what_is_broken_or_not_supported_is_refused(pattern: str) -> None:
     with pytest.raises(RegexError):

@@ -33,6 +33,7 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.chat_templates = {"default": TEMPLATE}
 
+    byte_table = None
     bos_token, eos_token = "\x01", "\x02"
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -97,6 +98,7 @@ class FakeManager:
             plan.rids, num_prompts=plan.num_prompts, n=plan.n, single=plan.is_single_prompt, abort=self.aborted.extend
         )
         generation.packed_prompts = [message.input_ids for message in messages]
+        generation.logprobs = [message.logprobs for message in messages]
         for index, message in enumerate(messages):
             self.live[message.rid] = generation
             task = asyncio.ensure_future(self._play(generation, index, message))

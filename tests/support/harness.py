@@ -13,7 +13,7 @@ from banyan.managers.config import RunnerConfig, SchedulerConfig
 from banyan.managers.event_loop import NormalLoop, OverlapLoop
 from banyan.managers.faults import Faults
 from banyan.managers.invariants import check_memory
-from banyan.managers.io_struct import FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
+from banyan.managers.io_struct import FinishReason, GenerateReq, RowLogprobs, TokenOutput, pack_ids, unpack_ids
 from banyan.managers.ipc import IpcNames
 from banyan.managers.req import Req
 from banyan.managers.sampling_params import SamplingParams
@@ -77,10 +77,16 @@ class Harness:
         self.ids: dict[str, list[int]] = {}
         self.reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
+        self.logprobs: dict[str, RowLogprobs] = {}
         self.arrivals = itertools.count()
 
     def _take(self, output: TokenOutput) -> None:
         ids = iter(unpack_ids(output.token_ids).tolist())
+        for row, own in output.logprobs:
+            rid = output.rids[row]
+            assert len(own.output.values) == 4 * output.num_ids[row], "one value per token"
+            assert (own.input is not None) == (rid not in self.logprobs), "the prompt's values travel with the first row only"
+            self.logprobs[rid] = self.logprobs[rid].merged(own) if rid in self.logprobs else own
         announced = {output.rids[row] for row, _ in output.options}
         for row, rid in enumerate(output.rids):
             assert rid not in self.reasons, "output after the last row"
