@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from marked_block import write_block
 from policy_traces import TRACES, VOCAB, Conversation, Trace
 
 from banyan.managers.config import RunnerConfig, SchedulerConfig
@@ -39,7 +40,7 @@ from banyan.model_executor.step import ForwardMode, ModelInfo, StepInput, StepOu
 
 NO_CACHE = "no cache"
 URGENT = 20  # priority of urgent requests; the others have 0
-BEGIN, END = "<!-- bench_policies: begin -->", "<!-- bench_policies: end -->"
+BLOCK = "bench_policies"
 HEAD = ("trace", "policy", "reused", "TTFT p50, s", "TTFT p99, s", "urgent TTFT p50, s", "output tok/s")
 
 
@@ -277,15 +278,6 @@ def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
-def write_block(path: Path, text: str) -> None:
-    """Put the text between the marks of a file. Raises ValueError if it has none."""
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{path} has no block between {BEGIN} and {END}")
-    path.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", nargs="+", choices=list(TRACES), default=list(TRACES))
@@ -334,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     if args.write:
-        write_block(args.write, text)
+        write_block(args.write, BLOCK, text)
     return 0
 
 

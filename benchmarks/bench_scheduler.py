@@ -1,6 +1,6 @@
 """Host time of the scheduler without a model: decode steps, admission under a long queue, match and evict; peers beside it.
 
-    python benchmarks/bench_scheduler.py [--json FILE] [--peers DIR]
+    python benchmarks/bench_scheduler.py [--json FILE] [--peers DIR] [--write docs/scheduling.md]
 
 --peers DIR holds virtual environments ``vllm`` and ``sglang`` (see docs/scheduling.md); what is missing there is left out.
 Every number is the median over repeats, in microseconds unless its name says ms.
@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from marked_block import write_block
+from report import environment, environment_lines, number
+from report import table as markdown
 
 from banyan.managers.config import RunnerConfig, SchedulerConfig
 from banyan.managers.event_loop import OverlapLoop
@@ -133,12 +136,12 @@ def decode_step_us(batch: int) -> float:
     return timed(loop.turn, 300)
 
 
-def lpm_pass_ms(waiting: int) -> float:
-    """A scheduling pass under lpm, with a full engine and so many requests waiting, half of which share one of 50 cached prefixes.
+def queue_pass_ms(waiting: int, policy: str) -> float:
+    """A scheduling pass with a full engine and so many requests waiting, half of which share one of 50 cached prefixes.
 
     Between passes one request ends and another arrives, so that the queue and the tree keep changing.
     """
-    scheduler, loop = make_scheduler(400_000, 4, "lpm")
+    scheduler, loop = make_scheduler(400_000, 4, policy)
     rng = np.random.default_rng(0)
     prefixes = [rng.integers(3, VOCAB, 400) for _ in range(50)]
     for index, prefix in enumerate(prefixes):
@@ -233,24 +236,60 @@ def peers(folder: Path | None) -> dict[str, Any]:
     return results
 
 
+COLUMNS = ("banyan", "vllm", "sglang", "sglang unified")
+ROWS = {
+    "decode_step_us": "decode step, µs, requests:",
+    "lpm_pass_ms": "pass over a queue under lpm, ms, waiting:",
+    "fcfs_pass_ms": "pass over a queue under fcfs, ms, waiting:",
+    "match_us": "match a cached prompt, µs, tokens:",
+    "match_indices_us": "match and collect the slots, µs, tokens:",
+    "hash_us": "build a request with its block hashes, µs, tokens:",
+    "match_alloc_free_us": "match, allocate and free, µs, tokens:",
+    "insert_us": "insert a prompt, µs, tokens:",
+    "evict_us": "evict 50 tokens, µs, tokens in the tree:",
+}
+
+
+def table(result: dict[str, Any]) -> str:
+    """What was measured, as Markdown; the peers' columns are empty where they have no such thing."""
+    found = result["peers"]
+    by_column = {
+        "banyan": result,
+        "vllm": found.get("vllm", {}),
+        "sglang": found.get("sglang", {}),
+        "sglang unified": found.get("sglang", {}).get("unified", {}),
+    }
+    rows = []
+    for name, label in ROWS.items():
+        sizes = dict.fromkeys(size for values in by_column.values() for size in values.get(name, {}))
+        rows += [[f"{label} {size}", *(number(by_column[column].get(name, {}).get(size)) for column in COLUMNS)] for size in sizes]
+    return markdown(["", *(f"{column} {by_column[column].get('version', '')}".strip() for column in COLUMNS)], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--peers", type=Path, help="folder with the peers' virtual environments")
+    parser.add_argument("--write", type=Path, help="put the table into the marked block of this file")
     args = parser.parse_args()
+    facts = environment()
     result: dict[str, Any] = {
+        "environment": facts,
         "decode_step_us": {str(size): decode_step_us(size) for size in (1, 16, 64, 256, 1024)},
-        "lpm_pass_ms": {str(size): lpm_pass_ms(size) for size in (100, 1000, 10000)},
+        "lpm_pass_ms": {str(size): queue_pass_ms(size, "lpm") for size in (100, 1000, 10000)},
+        "fcfs_pass_ms": {str(size): queue_pass_ms(size, "fcfs") for size in (100, 1000, 10000)},
         "match_us": {f"{size}/{nodes} nodes": match_us(size, nodes) for size in (100, 1000, 10000, 100000) for nodes in (1, 25)},
         "insert_us": {str(size): insert_us(size) for size in (100, 1000, 10000, 100000)},
         "evict_us": {str(size): evict_us(size) for size in (1000, 10000, 100000, 1000000)},
         "peers": peers(args.peers),
     }
-    for name, values in result.items():
-        for size, value in values.items():
-            print(f"{name:16} {size:>18} {value if isinstance(value, dict) else round(value, 2)}")
+    text = table(result)
+    lines = "\n".join(environment_lines(facts))
+    print(f"{lines}\n\n{text}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    if args.write:
+        write_block(args.write, "bench_scheduler", f"```\n{lines}\n```\n\n{text}\n")
 
 
 if __name__ == "__main__":

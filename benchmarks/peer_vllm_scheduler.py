@@ -198,7 +198,7 @@ def main() -> None:
             "version": vllm.__version__,
             "decode_step_us": {str(size): decode_step_us(folder, size) for size in (1, 16, 64, 256, 1024)},
             "fcfs_pass_ms": {str(size): fcfs_pass_ms(folder, size) for size in (100, 1000, 10_000)},
-            "match_us": {size: values[0] for size, values in cached.items()},
+            "match_us": {f"{size}/1 nodes": values[0] for size, values in cached.items()},
             "hash_us": {size: values[1] for size, values in cached.items()},
             "match_alloc_free_us": {size: values[2] for size, values in cached.items()},
         }

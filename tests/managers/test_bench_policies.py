@@ -8,6 +8,7 @@ from typing import Any
 
 import bench_policies as bench
 import pytest
+from marked_block import write_block
 from policy_traces import TRACES
 
 from banyan.managers.schedule_policy import POLICIES
@@ -58,13 +59,14 @@ def test_the_clock_of_a_run_is_the_sum_of_its_steps() -> None:
 
 def test_tables_go_between_the_marks(tmp_path: Path, results: dict[str, Any]) -> None:
     page = tmp_path / "page.md"
-    page.write_text(f"above\n{bench.BEGIN}\nold\n{bench.END}\nbelow\n")
+    begin, end = f"<!-- {bench.BLOCK}: begin -->", f"<!-- {bench.BLOCK}: end -->"
+    page.write_text(f"above\n{begin}\nold\n{end}\nbelow\n")
     text = bench.table(results)
-    bench.write_block(page, text)
-    bench.write_block(page, text)
-    assert page.read_text() == f"above\n{bench.BEGIN}\n\n{text}\n{bench.END}\nbelow\n"
+    write_block(page, bench.BLOCK, text)
+    write_block(page, bench.BLOCK, text)
+    assert page.read_text() == f"above\n{begin}\n\n{text}\n{end}\nbelow\n"
     assert text.count("| rag |") == len(POLICIES) + 1
     assert "by turn on the chat trace" in text
     page.write_text("no marks")
     with pytest.raises(ValueError, match="no block"):
-        bench.write_block(page, text)
+        write_block(page, bench.BLOCK, text)
