@@ -275,7 +275,7 @@ def test_token_ids_on_demand(served: Any) -> None:
         ({"logprobs": "x"}, "logprobs"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"regex": "a", "ebnf": "root ::= \"a\""}, "ebnf"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
         ({"lora_path": "x"}, "lora_path"),
     ],
 )

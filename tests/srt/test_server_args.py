@@ -45,6 +45,8 @@ def test_flag_and_keyword_give_the_same(option: Any, tmp_path: Path) -> None:
         Path(value).write_text("")
     if option.name in ("preferred_sampling_params", "json_model_override_args"):
         value = '{"a": 1}'
+    if option.name == "logit_processors":
+        value = '{"a": "some.module:Class"}'
     argv = [flag(option.name)] if option.kind is bool else [flag(option.name), str(value)]
     from_flag, from_keyword = parse(*argv), ServerArgs.from_kwargs({option.name: value})
     assert from_flag == from_keyword
@@ -89,6 +91,8 @@ def test_aliases_and_paths() -> None:
         ({"max_total_tokens": 8, "page_size": 16}, "--max-total-tokens"),
         ({"schedule_conservativeness": 0}, "--schedule-conservativeness"),
         ({"json_model_override_args": "[]"}, "--json-model-override-args"),
+        ({"logit_processors": '{"a": "b"}'}, "--logit-processors"),
+        ({"logit_processors": '{"a": 1}'}, "--logit-processors"),
         ({"preferred_sampling_params": "{"}, "--preferred-sampling-params"),
         ({"chat_template": "/nowhere.jinja"}, "--chat-template"),
         ({"tokenizer_path": "/nowhere"}, "--tokenizer-path"),

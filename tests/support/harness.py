@@ -62,6 +62,7 @@ class Harness:
         runner_config = RunnerConfig(
             model_path=str(model_path),
             load_format=load_format,
+            dtype=options.pop("dtype", "auto"),
             page_size=page_size,
             overlap=overlap,
             max_total_tokens=(total := options.pop("total", 2048)),
