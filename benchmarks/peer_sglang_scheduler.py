@@ -3,8 +3,8 @@
 Runs in an environment that holds SGLang (docs/scheduling.md says how to make one) and prints one line of JSON with the keys of
 bench_scheduler.py. There are two caches in SGLang: the tree in Python (``radix_cache``) and, under ``unified``, the one that its
 server builds by default, with a core in Rust. A match is match_prefix; match_indices_us also collects the slots of the prefix.
-SGLang's scheduler itself needs a model runner and is not measured. torch has one thread: its copies are small, and more threads would
-measure how they wait for each other.
+SGLang's scheduler itself needs a model runner and is not measured. torch has one thread: its copies are small, and more threads
+would measure how they wait for each other.
 """
 
 from __future__ import annotations
