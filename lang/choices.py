@@ -63,7 +63,10 @@ class TokenLengthNormalized(ChoicesSamplingMethod):
 
 
 class GreedyTokenSelection(ChoicesSamplingMethod):
-    """Token by token, keep the choices with the likeliest next token. A choice that has ended counts with its own mean."""
+    """Token by token, keep the choices with the likeliest next token. A choice that has ended counts with its own mean.
+
+    Choices that begin with the same tokens have the same value there, whatever rounding did to them in their rows of a batch.
+    """
 
     def __call__(
         self,
@@ -77,8 +80,10 @@ class GreedyTokenSelection(ChoicesSamplingMethod):
         """Decide."""
         length = max(len(entries) for entries in input_token_logprobs)
         matrix = []
+        known: dict[tuple[Any, ...], float] = {}
         for entries in input_token_logprobs:
-            values = [float(entry[0]) for entry in entries]
+            path = tuple(entry[2] if entry[1] is None else entry[1] for entry in entries)
+            values = [known.setdefault(path[: rank + 1], float(entry[0])) for rank, entry in enumerate(entries)]
             matrix.append(values + [_mean(values)] * (length - len(values)))
         left = list(range(len(choices)))
         for position in range(length):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -220,6 +221,22 @@ def test_select(backend: NativeBackend) -> None:
     scores = state.get_meta_info("x")["normalized_prompt_logprobs"]
     assert state["x"] == [" quick", " brown", " lazy dog"][scores.index(max(scores))]
     assert all(isinstance(score, float) for score in scores)
+
+
+def test_constrained_text(backend: NativeBackend) -> None:
+    """As test_select: runs in full as soon as the server constrains text."""
+
+    @bn.function
+    def program(s: Any) -> None:
+        s += "The number is " + bn.gen("x", regex="[0-9]{2}", max_tokens=8) + bn.gen("y", dtype=bool, max_tokens=16)
+
+    try:
+        state = program.run(backend=backend, temperature=0)
+    except bn.StepError as error:
+        assert "regex is not supported" in str(error)
+        return
+    assert re.fullmatch("[0-9]{2}", state["x"])
+    assert state["y"] in ("True", "False")
 
 
 def test_the_server_s_information(backend: NativeBackend) -> None:

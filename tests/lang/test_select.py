@@ -150,7 +150,7 @@ def test_select_in_a_program(serve: Any) -> None:
 
 
 def rows(*values: list[float]) -> list[list[Any]]:
-    return [[[value, index, None] for index, value in enumerate(row)] for row in values]
+    return [[[value, 100 * rank + index, None] for index, value in enumerate(row)] for rank, row in enumerate(values)]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,14 @@ def rows(*values: list[float]) -> list[list[Any]]:
 )
 def test_methods(method: ChoicesSamplingMethod, scored: Any, plain: Any, expected: str) -> None:
     assert decide(method, ["a", "b"], scored, unconditional=plain).decision == expected
+
+
+def test_rounding_does_not_part_choices_that_begin_alike() -> None:
+    """The first token is the same; its values differ as rows of a batch may."""
+    scored = [[[-1.000001, 5, None], [-9.0, 6, None]], [[-1.000002, 5, None], [-2.0, 7, None]]]
+    assert decide(bn.greedy_token_selection, ["a", "b"], scored).decision == "b"
+    texts = [[[-1.000001, None, "x"], [-9.0, None, "y"]], [[-1.000002, None, "x"], [-2.0, None, "z"]]]
+    assert decide(bn.greedy_token_selection, ["a", "b"], texts).decision == "b"
 
 
 def test_a_method_of_one_s_own(serve: Any) -> None:
