@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,45 @@ def check_chat(server: Server, tokenizer: Tokenizer, stream: bool) -> None:
             (t["logprob"] for t in entry["top_logprobs"]), reverse=True
         )
     assert finite(content)
+
+
+PROCESSOR = """
+class Countdown:
+    def __init__(self, params):
+        self.start = params["start"]
+    def __call__(self, prompt_ids, output_ids, logits_V):
+        logits_V.fill_(float("-inf"))
+        logits_V[self.start - len(output_ids)] = 0
+        return logits_V
+"""
+
+
+def test_controls_with_weights(start: Callable[..., Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SA-06 and logit processors, over random weights."""
+    (tmp_path / "countdown.py").write_text(PROCESSOR)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    server = start("--logit-processors", '{"countdown": "countdown:Countdown"}', load_format="dummy")
+    server.wait_ready()
+    body = {"prompt": [5, 6], "max_tokens": 4, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    for more, expected in (
+        ({"logit_bias": {"123": 100}}, [123] * 4),
+        ({"allowed_token_ids": [7], "logit_bias": {"123": 100}}, [7] * 4),
+    ):
+        (choice,) = answer_of(server.post({**body, **more}, "/v1/completions"))["choices"]
+        assert choice["token_ids"] == expected
+    (free,) = answer_of(server.post(body, "/v1/completions"))["choices"]
+    banned = {"logit_bias": {str(free["token_ids"][0]): -100}}
+    (choice,) = answer_of(server.post({**body, **banned}, "/v1/completions"))["choices"]
+    assert free["token_ids"][0] not in choice["token_ids"]
+    params = {"max_new_tokens": 5, "custom_params": {"start": 99}, "ignore_eos": True}
+    answer = server.generate(input_ids=[4], custom_logit_processor="countdown", sampling_params=params)
+    assert answer["output_ids"] == [99, 98, 97, 96, 95]
+    broken = server.post({"input_ids": [4], "custom_logit_processor": "countdown", "sampling_params": {"max_new_tokens": 5}})
+    assert broken.status_code == 500
+    nothing = {"allowed_token_ids": [EOS], "min_new_tokens": 2}
+    assert server.post({"input_ids": [4], "sampling_params": nothing}).status_code == 400
+    server.check()
+    server.terminate()
 
 
 def test_without_asking_there_is_nothing(plain: Server) -> None:
