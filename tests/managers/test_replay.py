@@ -38,7 +38,7 @@ from banyan.managers.io_struct import (
     unpack_ids,
 )
 from banyan.managers.replay import Difference, RecordError, read_record, replay
-from banyan.managers.sampling_params import SamplingParams
+from banyan.managers.sampling_params import GRAMMAR_FIELDS, SamplingParams
 from banyan.managers.scheduler_process import build_memory, build_scheduler
 from banyan.model_executor.factory import create_runner
 from banyan.srt.cli import main
@@ -383,6 +383,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         "bad_words",
         "custom_params",
         "stop_regex",  # kept as a stop string
+        *GRAMMAR_FIELDS,  # taken out before the scheduler gets the request
     }
     full = GenerateReq(
         rid="a",
