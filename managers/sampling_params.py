@@ -1,7 +1,7 @@
 """SamplingParams: how one request is sampled and when it stops, and the only place where that is validated.
 
-Order of the sampler: repetition, frequency and presence penalty -> logit_bias -> allowed_token_ids and bad_words -> logit processor ->
-min_new_tokens -> (log-probabilities are read here, divided by temperature) -> grammar -> temperature -> top_k -> top_p over what
+Order of the sampler: repetition, frequency and presence penalty -> logit_bias -> allowed_token_ids and bad_words -> logit processor
+-> min_new_tokens -> (log-probabilities are read here, divided by temperature) -> grammar -> temperature -> top_k -> top_p over what
 top_k kept, renormalised -> min_p relative to the best token -> one draw by inverse CDF, from a hash of (seed, position).
 """
 
