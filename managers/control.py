@@ -57,7 +57,6 @@ class Control:
         *,
         clock: Callable[[], float] = time.monotonic,
         tap: Callable[[list[ToScheduler]], list[ToScheduler]] = lambda messages: messages,
-        grammars: GrammarStore | None = None,
     ) -> None:
         """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived."""
         self.shutdown = False
@@ -68,7 +67,6 @@ class Control:
         self._config = config
         self._clock = clock
         self._tap = tap
-        self._grammars = grammars
         self._begin = clock()
         self._ticked = float("-inf")  # the time of the newest tick
         self._quiesce = Quiesce(scheduler, reply)
@@ -168,16 +166,18 @@ class Control:
             self._scheduler.abort(rid, ABORTED)
 
     def _store(self) -> GrammarStore:
-        if self._grammars is None:
+        grammars = self._scheduler.masks.grammars
+        if grammars is None:
             raise RuntimeError("this scheduler has no grammars")
-        return self._grammars
+        return grammars
 
     def _load_grammar(self, message: LoadGrammarReq) -> None:
         self._store().load(message)
 
     def _drop_grammar(self, message: DropGrammarReq) -> None:
-        if self._grammars is not None:
-            self._grammars.drop(message.key)
+        grammars = self._scheduler.masks.grammars
+        if grammars is not None:
+            grammars.drop(message.key)
 
     def _release_hold(self, message: ReleaseHoldReq) -> None:
         self._scheduler.memory.holds.release(message.session)

@@ -200,6 +200,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             cache_hint=message.cache_hint,
             routing_key=name(message.routing_key),
             session_hold=name(message.session_hold),
+            grammar_key="?" if message.grammar_key else "",
             logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
             timeout=message.timeout,
         )

@@ -148,6 +148,28 @@ class _RecordedStops:
         return "?" if found else None
 
 
+class _RecordedConstraint:
+    """A constraint for a request whose grammar is not known: the record says when the request ended."""
+
+    failed = False
+    stop_ids = ()
+
+    def __init__(self, rid: str, runner: _RecordedRunner) -> None:
+        self._rid = rid
+        self._runner = runner
+        self._ended = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return self._ended == "stop"
+
+    def accept(self, token_id: int) -> None:
+        self._ended = next((kind for rid, kind, _ in self._runner.turn.finished if rid == self._rid), "")
+
+    def fill(self, row: np.ndarray, *, may_stop: bool) -> None:
+        row[:] = -1
+
+
 @dataclass(slots=True)
 class _TurnsOver(TurnSink):
     """Keeps the turns that are over."""
@@ -175,14 +197,18 @@ class _ReplayRecorder(Recorder):
         super().__init__(scheduler, sink, ring_turns=1)
         self._runner = runner
         self._stops: list[str] = []
+        self._grammars: list[str] = []
 
     def take(self, messages: list[ToScheduler]) -> list[ToScheduler]:
         recorded = self._runner.turn.messages
         super().take(recorded)
-        self._stops = []
+        self._stops, self._grammars = [], []
         return [self._without_stops(message) for message in recorded]
 
     def _without_stops(self, message: ToScheduler) -> ToScheduler:
+        if isinstance(message, GenerateReq) and message.grammar_key:
+            self._grammars.append(message.rid)
+            message = msgspec.structs.replace(message, grammar_key="")
         if not isinstance(message, GenerateReq) or not message.sampling_params.stop:
             return message
         self._stops.append(message.rid)
@@ -193,7 +219,11 @@ class _ReplayRecorder(Recorder):
             req: Any = self._scheduler.live.get(rid)
             if req is not None:
                 req.stop_checker = _RecordedStops(rid, self._runner)
-        self._stops = []
+        for rid in self._grammars:
+            constrained: Any = self._scheduler.live.get(rid)
+            if constrained is not None:
+                constrained.constraint = _RecordedConstraint(rid, self._runner)
+        self._stops, self._grammars = [], []
         return super().next_batch(in_flight=in_flight)
 
 

@@ -1,7 +1,7 @@
 """SamplingParams: how one request is sampled and when it stops, and the only place where that is validated.
 
-Order of the sampler: repetition, frequency and presence penalty -> logit_bias -> allowed_token_ids and bad_words -> logit processor
--> min_new_tokens -> (log-probabilities are read here, divided by temperature) -> grammar -> temperature -> top_k -> top_p over what
+Order of the sampler: repetition, frequency and presence penalty -> logit_bias -> allowed_token_ids, bad_words -> logit processor ->
+min_new_tokens -> (log-probabilities are read here, divided by temperature) -> grammar -> temperature -> top_k -> top_p over what
 top_k kept, renormalised -> min_p relative to the best token -> one draw by inverse CDF, from a hash of (seed, position).
 """
 
@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]"),
             ("repetition_penalty", 0 < self.repetition_penalty <= 2, "in (0, 2] (1.0 = no penalty)"),
             ("n", 1 <= self.n <= MAX_N, f"in [1, {MAX_N}]"),
-            ("stream_interval", self.stream_interval >= 1, "at least 1"),
+            ("stream_interval", 1 <= self.stream_interval < 1 << 31, "in [1, 2^31)"),
             ("max_new_tokens", self.max_new_tokens is None or self.max_new_tokens >= 0, "at least 0"),
         ]
         for name, good, rule in checks:

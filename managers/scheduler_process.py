@@ -79,14 +79,14 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
     sink = DecisionFile(config.record_decisions, subject) if config.record_decisions else NoFile()
     recorder = Recorder(scheduler, sink)
     receiver: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
-    grammars = GrammarStore(
+    scheduler.masks.grammars = GrammarStore(
         lambda: Vocabulary.of(
             tokenizer, vocab_size=info.model.vocab_size, stop_ids=stop_ids_of(info.model, tokenizer.eos_token_ids)
         ),
         _reply_on_any_thread(context, config.ipc.tokenizer),
     )
     reply = Sender(context, config.ipc.tokenizer).send
-    control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take, grammars=grammars)
+    control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take)
     loop: EventLoop = OverlapLoop(recorder, control.receive) if info.overlap else NormalLoop(recorder, control.receive)
     pulse = Pulse(scheduler)
     threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()

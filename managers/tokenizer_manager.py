@@ -106,17 +106,15 @@ class TokenizerManager:
         self._grammars = GrammarService(config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send)
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._link: Link | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
         self._stray_logged = -STRAY_LOG_INTERVAL
 
     def start_loop(self) -> None:
         """Bind the receiving socket on the running loop."""
-        self._loop = asyncio.get_running_loop()
         self._link = Link(self.config)
         self._monitor = HealthMonitor()
-        self._receiving = self._loop.create_task(self._receive(self._link))
+        self._receiving = asyncio.get_running_loop().create_task(self._receive(self._link))
         self._receiving.add_done_callback(self._receive_ended)
 
     # --- requests -----------------------------------------------------------------------------------------------------------------
@@ -296,9 +294,10 @@ class TokenizerManager:
         """Give every waiter, and every later call, this error. From any thread; the first error stays."""
         if self._error is None:
             self._error = error
-        if self._loop is not None and not self._loop.is_closed():
+        loop = self._receiving.get_loop() if self._receiving is not None else None
+        if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody waits
-                self._loop.call_soon_threadsafe(self._fail_waiters)
+                loop.call_soon_threadsafe(self._fail_waiters)
 
     def _fail_waiters(self) -> None:
         for generation in self._table.generations():

@@ -98,8 +98,8 @@ class Engine:
         and started; closing or dropping it aborts the request, as Ctrl-C does.
 
         named: stream, rid, session_params, priority, routing_key, timeout, extra_key, cache_salt, incremental,
-        return_prompt_token_ids. The other arguments of SGLang's
-        generate exist, in its order, and must be unset.
+        return_prompt_token_ids, return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs,
+        custom_logit_processor. The other arguments of SGLang's generate exist, in its order, and must be unset.
         """
         request = _request(prompt, sampling_params, input_ids, more, named)
         if not request.stream:

@@ -255,6 +255,10 @@ VALUES: list[Any] = [
     *("", "x", "\u0000", "世" * 50, "a" * 9000),
     *([], [[]], [0], [-1], [1, 2], ["a"], [None], [[1, 2], [3]], {}, {"a": 1}, [{}], [{}, {}], {"text": ["a"]}),
 ]
+LOGPROB_FIELDS = [
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "return_text_in_logprobs"),
+    "custom_logit_processor",
+]
 FIELDS = ["text", "input_ids", "sampling_params", "rid", "stream", "incremental", "extra_key", "cache_salt", "priority"]
 
 
@@ -263,6 +267,7 @@ def mutants() -> list[dict[str, Any]]:
     draw = random.Random(7)
     good: dict[str, Any] = {"text": "a", "sampling_params": QUICK}
     bodies = [{**good, field: value} for field, value in itertools.product([*FIELDS, "return_prompt_token_ids"], VALUES)]
+    bodies += [{**good, "return_logprob": True, field: value} for field, value in itertools.product(LOGPROB_FIELDS, VALUES)]
     for name, value in itertools.product(SamplingParams.__struct_fields__, VALUES):
         bodies.append({"text": "a", "sampling_params": {**QUICK, name: value}, "stream": draw.random() < 0.3})
     for _ in range(200):

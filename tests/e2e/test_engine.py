@@ -120,11 +120,20 @@ def test_arrays_and_positional_arguments(engine: Engine) -> None:
     assert chunks[-1]["output_ids"] == expected["output_ids"]
 
 
+def test_logprobs(engine: Engine) -> None:
+    answer = engine.generate(None, FOUR, [5, 6, 7], return_logprob=True, logprob_start_len=1, top_logprobs_num=2)
+    assert isinstance(answer, dict)
+    meta = answer["meta_info"]
+    assert [id for _, id, _ in meta["output_token_logprobs"]] == answer["output_ids"]
+    assert [id for _, id, _ in meta["input_token_logprobs"]] == [6, 7]
+    assert [len(top) for top in meta["output_top_logprobs"]] == [2] * 4
+
+
 def test_wrong_arguments(engine: Engine) -> None:
     with pytest.raises(TypeError, match="unexpected argument 'streem'"):
         engine.generate("a", streem=True)
-    with pytest.raises(RequestError, match="return_logprob is not supported"):
-        engine.generate("a", return_logprob=True)
+    with pytest.raises(RequestError, match="return_hidden_states is not supported"):
+        engine.generate("a", return_hidden_states=True)
     with pytest.raises(ValueError, match="Exactly one"):
         engine.generate()
     with pytest.raises(ValueError, match=r"longer than the model's context length \(4096 tokens\)"):

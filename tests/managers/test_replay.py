@@ -363,7 +363,7 @@ def test_record_prompts_shows_all(folder: Path, tmp_path: Path) -> None:
 
 def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
     """A new field fails here until somebody decides whether a decision depends on it."""
-    not_needed = {"stream", "bad_word_ids", "logit_processor"}
+    not_needed = {"stream", "bad_word_ids", "logit_processor", "think_end"}
     params_not_needed = {
         "temperature",
         "top_p",
@@ -394,6 +394,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         cache_hint=CacheHint(priority=1),
         routing_key="d",
         session_hold="e",
+        grammar_key="?",
         logprobs=LogprobParams(start_len=1),
         timeout=1.0,
     )

@@ -76,6 +76,7 @@ def test_top_k_one_is_greedy() -> None:
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("stream_interval", 0),
+        ("stream_interval", 1 << 31),
         ("sampling_seed", 1 << 63),
         ("sampling_seed", "x"),
         ("ignore_eos", "yes"),
