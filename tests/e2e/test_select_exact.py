@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -112,13 +113,14 @@ def greedy_is_right(rows: list[list[float]], chosen: int) -> bool:
     return True
 
 
-def test_fifty_random_cases() -> None:
+def test_random_cases() -> None:
+    number_of_cases = int(os.environ.get("BANYAN_SELECT_CASES", "10"))  # 50 take some minutes
     path = resolve_model("smollm2").path
     truth = Exhaustive(path)
     num_shifted = 0
     with bn.Engine(model_path=path, dtype="float32") as engine:
         backend = EngineBackend(engine)
-        for number, (text, choices) in enumerate(cases(50)):
+        for number, (text, choices) in enumerate(cases(number_of_cases)):
             rows, wholes, at = truth.scores(text, choices)
             num_shifted += at < len(truth.tokenizer.encode(text))
             method = METHODS[number % len(METHODS)]
@@ -133,4 +135,4 @@ def test_fifty_random_cases() -> None:
             else:
                 values = truth.values(method, rows, [whole[at:] for whole in wholes])
                 assert values[chosen] >= max(values) - TOLERANCE
-    assert num_shifted >= 10, "the cases must reach retokenised borders"
+    assert num_shifted >= number_of_cases // 5, "the cases must reach retokenised borders"
