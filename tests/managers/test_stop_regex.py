@@ -33,7 +33,7 @@ def first_match(patterns: list[str], text: str) -> tuple[int, int] | None:
         (end, start)
         for end in range(1, len(text) + 1)
         for start in range(end)
-        if any(re.fullmatch(pattern, text[start:end]) for pattern in patterns)
+        if any(re.fullmatch(pattern, text[start:end], re.ASCII) for pattern in patterns)
     ]
     return min(spans) if spans else None
 
@@ -51,7 +51,7 @@ def run(matcher: RegexMatcher, pieces: list[str]) -> tuple[str, str | None]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(PATTERNS, min_size=1, max_size=2), TEXTS, st.lists(st.integers(0, 12), max_size=5))
 def test_finds_what_re_finds_however_the_text_is_cut(patterns: list[str], text: str, cuts: list[int]) -> None:
-    if any(re.fullmatch(pattern, "") for pattern in patterns):
+    if any(re.fullmatch(pattern, "", re.ASCII) for pattern in patterns):
         with pytest.raises(RegexError, match="empty"):
             RegexMatcher(patterns)
         return
@@ -73,7 +73,7 @@ def test_finds_what_re_finds_however_the_text_is_cut(patterns: list[str], text: 
 @given(PATTERNS, TEXTS)
 def test_holds_back_only_what_may_still_match(pattern: str, text: str) -> None:
     """Whatever is shown is in no match that some continuation would complete."""
-    if re.fullmatch(pattern, ""):
+    if re.fullmatch(pattern, "", re.ASCII):
         return
     matcher = RegexMatcher([pattern])
     shown, matched = matcher.push(text)
