@@ -20,7 +20,7 @@ import itertools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +285,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--policy", nargs="+", choices=policies, default=policies, help="policies, or 'no cache': fcfs without one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scale", type=float, help="factor on lengths and times of the traces (default: 1, with --model 0.05)")
+    parser.add_argument("--num-conversations", type=int, help="the first so many of each trace (default: all, with --model 24)")
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--chunked-prefill-size", type=int, default=512)
     parser.add_argument("--enable-mixed-chunk", action="store_true")
@@ -299,13 +300,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.scale is None:
         args.scale = 0.05 if args.model else 1.0
+    if args.num_conversations is None and args.model:
+        args.num_conversations = 24
     return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; the exit status."""
     args = parse(argv)
-    traces = [TRACES[name](args.seed, args.scale) for name in args.trace]
+    whole = [TRACES[name](args.seed, args.scale) for name in args.trace]
+    traces = [replace(trace, conversations=trace.conversations[: args.num_conversations]) for trace in whole]
     options = {
         name: getattr(args, name) for name in ("page_size", "chunked_prefill_size", "enable_mixed_chunk", "radix_eviction_policy")
     }

@@ -55,7 +55,7 @@ def few_shot(seed: int, scale: float) -> Trace:
         prompt = np.concatenate([templates[which], _tokens(rng, 20, 80)])
         start = float(rng.uniform(0, 40 * scale))
         asks.append(_ask(index, start, prompt, 16, f"template-{which}"))
-    return Trace(name="few-shot", conversations=asks, num_slots=_slots(5000 * scale))
+    return Trace(name="few-shot", conversations=asks, num_slots=_slots(4700 * scale + 300))
 
 
 def chat(seed: int, scale: float) -> Trace:
@@ -70,7 +70,7 @@ def chat(seed: int, scale: float) -> Trace:
         conversations.append(
             Conversation(start=start, turns=tuple(turns), max_new_tokens=48, think=think, key=f"chat-{index}", urgent=index == 0)
         )
-    return Trace(name="chat", conversations=conversations, num_slots=_slots(20_000 * scale))
+    return Trace(name="chat", conversations=conversations, num_slots=_slots(18_000 * scale + 2000))
 
 
 def rag(seed: int, scale: float) -> Trace:
@@ -81,7 +81,7 @@ def rag(seed: int, scale: float) -> Trace:
     for index, which in enumerate(rng.permutation(np.repeat(np.arange(6), 20)).tolist()):
         prompt = np.concatenate([documents[which], _tokens(rng, 20, 60)])
         asks.append(_ask(index, index * 0.25 * scale, prompt, 16, f"document-{which}"))
-    return Trace(name="rag", conversations=asks, num_slots=_slots(20_000 * scale))
+    return Trace(name="rag", conversations=asks, num_slots=_slots(19_400 * scale + 600))
 
 
 def unrelated(seed: int, scale: float) -> Trace:
@@ -91,7 +91,7 @@ def unrelated(seed: int, scale: float) -> Trace:
         _ask(index, float(rng.uniform(0, 60 * scale)), _tokens(rng, 20, int(1500 * scale)), int(rng.integers(8, 65)), "")
         for index in range(100)
     ]
-    return Trace(name="random", conversations=asks, num_slots=_slots(16_000 * scale))
+    return Trace(name="random", conversations=asks, num_slots=_slots(15_400 * scale + 600))
 
 
 def _ask(index: int, start: float, prompt: np.ndarray, max_new_tokens: int, key: str) -> Conversation:
@@ -100,6 +100,7 @@ def _ask(index: int, start: float, prompt: np.ndarray, max_new_tokens: int, key:
 
 
 def _slots(size: float) -> int:
+    """Whole pages. What is added above is for questions and answers, whose lengths do not scale."""
     return max(int(size) // 64, 8) * 64
 
 

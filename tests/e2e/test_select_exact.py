@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -76,10 +75,15 @@ class Exhaustive:
         self.tokenizer = Tokenizer.load(path)
 
     @torch.inference_mode()
-    def logprobs(self, ids: Sequence[int], at: int) -> list[float]:
-        logits = self.model(torch.tensor([list(ids)])).logits[0].float()
+    def logprobs(self, rows: list[list[int]], at: int) -> list[list[float]]:
+        """Of each row from position ``at`` on; 0 for a first token. Rows are padded at their ends, where no real token looks."""
+        length = max(map(len, rows))
+        logits = self.model(torch.tensor([row + [0] * (length - len(row)) for row in rows])).logits.float()
         values = torch.log_softmax(logits, dim=-1)
-        return [0.0 if i == 0 else float(values[i - 1, ids[i]]) for i in range(at, len(ids))]
+        return [
+            [0.0 if i == 0 else float(values[number, i - 1, row[i]]) for i in range(at, len(row))]
+            for number, row in enumerate(rows)
+        ]
 
     def scores(self, text: str, choices: list[str]) -> tuple[list[list[float]], list[list[int]], int]:
         prompt = self.tokenizer.encode(text)
@@ -87,17 +91,14 @@ class Exhaustive:
         at = 0
         while at < len(prompt) and all(at < len(whole) - 1 and whole[at] == prompt[at] for whole in wholes):
             at += 1
-        return [self.logprobs(whole, at) for whole in wholes], wholes, at
+        return self.logprobs(wholes, at), wholes, at
 
     def values(self, method: Any, rows: list[list[float]], own: list[list[int]]) -> list[float]:
         """A number per choice, the largest of which wins."""
         if method is bn.token_length_normalized:
             return [sum(row) / len(row) for row in rows]
-        gains = []
-        for row, ids in zip(rows, own, strict=True):
-            plain = self.logprobs(ids, 0)
-            gains.append(sum(a - b for a, b in zip(row, plain, strict=True)) / len(row))
-        return gains
+        plain = self.logprobs(own, 0)
+        return [sum(a - b for a, b in zip(*pair, strict=True)) / len(pair[0]) for pair in zip(rows, plain, strict=True)]
 
 
 def greedy_is_right(rows: list[list[float]], chosen: int) -> bool:
