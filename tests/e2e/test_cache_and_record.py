@@ -107,6 +107,7 @@ def test_pinned_tokens_are_told(engine: Engine) -> None:
 
 
 def test_over_http(plain: Server) -> None:
+    assert httpx.post(f"{plain.url}/flush_cache?timeout=30", timeout=60).status_code == 200
     httpx.post(f"{plain.url}/generate", json={"text": SYSTEM, "sampling_params": TWO}, timeout=30)
     report = httpx.get(f"{plain.url}/radix_cache?k=50", timeout=30).json()
     assert any(prefix["first_text"] and "helpful" in prefix["first_text"] for prefix in report["hottest"])

@@ -220,7 +220,9 @@ def test_abort_by_rid(engine: Engine) -> None:
     assert was_aborted(answers["req-10"])
 
 
-def test_ctrl_c_aborts(engine: Engine) -> None:
+def test_ctrl_c_aborts(engine: Engine, request: pytest.FixtureRequest) -> None:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     before = aborted(engine)
     main = threading.get_ident()
 
