@@ -47,9 +47,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     tokenizer_path: Annotated[str | None, Meta(description="Folder or file of the tokenizer, if it is not the model's")] = None
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy", "oracle"],
-        Meta(
-            description="Format of the weights; dummy: random weights, oracle: no model, tokens are a function of (rid, position)"
-        ),
+        Meta(description="Format of the weights; dummy: random weights, oracle: no model, a token is a hash of its context"),
     ] = "auto"
     dtype: Annotated[
         Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
@@ -166,7 +164,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = 0.5
     pin_budget_fraction: Annotated[float, Meta(ge=0, le=1, description="Share of the KV cache that cache hints may pin")] = 0.25
     disable_overlap_schedule: Annotated[
-        bool | None, Meta(description="Do not schedule the next step while the device works; unset: decided by device")
+        bool | None,
+        Meta(description="Do not schedule the next step while the device works; unset: it is scheduled then, on every device"),
     ] = None
 
     # Kernels
