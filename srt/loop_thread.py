@@ -21,7 +21,8 @@ class LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.Lock()  # no call is submitted after stop
+        # No call is submitted after stop. Reentrant: the collector may drop a Stream, which posts, while this thread holds it.
+        self._lock = threading.RLock()
         self.stopped = False
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="banyan-loop", daemon=True)
         self._thread.start()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -133,3 +135,28 @@ def test_positional_arguments_have_sglangs_places() -> None:
             _request("a", None, None, tuple(more[:20]), named)
     with pytest.raises(TypeError, match="positional"):
         _request("a", None, None, (*more, None), {})
+
+
+def test_a_stream_may_be_collected_while_a_call_is_submitted(loop: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector runs wherever memory is allocated: also between taking the lock of the loop and releasing it."""
+
+    class Dropped:
+        def __del__(self) -> None:
+            loop.post(seen.set)
+
+    seen = threading.Event()
+    submit = asyncio.run_coroutine_threadsafe
+
+    def submit_after_collection(*args: Any) -> Any:
+        cycle = [Dropped()]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del cycle
+        gc.collect()
+        return submit(*args)
+
+    monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", submit_after_collection)
+    caller = threading.Thread(target=lambda: loop.call(answer(3)), daemon=True)
+    caller.start()
+    caller.join(DEADLINE)
+    assert not caller.is_alive()
+    assert seen.wait(DEADLINE)
