@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 30000
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/pytest -q --maxfail 10
 FLOORS := lang srt managers model_executor layers mem_cache
 STAMP := $(VENV)/.installed
 
-.PHONY: dev serve check test test-g1 test-g2 test-g3 bench clean
+.PHONY: dev serve check test test-g1 test-g2 nightly bench
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -24,17 +25,21 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	d=$$(mktemp -d) && ln -s "$$PWD" $$d/banyan && MYPYPATH=$$d $(BIN)/mypy $(addprefix -p banyan.,$(FLOORS)); s=$$?; rm -r $$d; exit $$s
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests --ignore tests/e2e -m 'not model and not gpu'
+	$(PYTEST) tests --ignore tests/e2e -m 'not model and not gpu and not nightly'
 
 # G1: the real processes over the token oracle
 test-g1: $(STAMP)
-	$(BIN)/pytest -q tests/e2e -m 'not model and not gpu'
+	$(PYTEST) tests/e2e -m 'not model and not gpu and not nightly'
 
 # G2 and G3: the real models
 test-g2: $(STAMP)
-	$(BIN)/pytest -q tests -m 'model and not gpu'
+	$(PYTEST) tests -m 'model and not gpu and not nightly'
 
 test: check test-g1 test-g2
+
+# Proofs that take minutes each
+nightly: $(STAMP)
+	$(PYTEST) tests -m 'nightly and not gpu'
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_step.py
