@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,32 +97,42 @@ def expected(smollm2: Model) -> list[list[int]]:
     return outputs
 
 
-@pytest.fixture(
-    scope="module", params=itertools.product([False, True], [1, 16]), ids=lambda p: f"{'overlap' if p[0] else 'normal'}-{p[1]}"
-)
-def mode(request: pytest.FixtureRequest, smollm2: Model) -> Iterator[tuple[bool, int, Runner]]:
-    overlap, page_size = request.param
-    runner = smollm2.runner(overlap=overlap, page_size=page_size)
-    yield overlap, page_size, runner
-    runner.close()
+# overlap, page size, chunk, radix off, small pool: the first rows hold every pair of values, the others run at night
+IN_CI = [
+    (True, 1, -1, False, False),
+    (True, 1, 32, True, True),
+    (True, 16, 32, False, True),
+    (True, 16, -1, True, False),
+    (False, 1, 32, False, True),
+    (False, 1, -1, True, True),
+    (False, 16, -1, False, True),
+    (False, 16, 32, True, False),
+    (True, 1, 32, False, False),
+]
+AT_NIGHT = sorted(set(itertools.product([False, True], [1, 16], [-1, 32], [False, True], [False, True])) - set(IN_CI))
+MATRIX = [pytest.param(*row, id=str(row)) for row in IN_CI]
+MATRIX += [pytest.param(*row, id=str(row), marks=pytest.mark.nightly) for row in AT_NIGHT]
 
 
-@pytest.mark.parametrize("chunk", [-1, 32])
-@pytest.mark.parametrize("radix_off", [False, True], ids=["radix", "no-radix"])
-@pytest.mark.parametrize("small_pool", [False, True], ids=["", "small-pool"])
+@pytest.mark.parametrize(("overlap", "page_size", "chunk", "radix_off", "small_pool"), MATRIX)
 def test_matrix(
-    smollm2: Model, expected: list[list[int]], mode: tuple[bool, int, Runner], chunk: int, radix_off: bool, small_pool: bool
+    smollm2: Model, expected: list[list[int]], overlap: bool, page_size: int, chunk: int, radix_off: bool, small_pool: bool
 ) -> None:
-    overlap, page_size, runner = mode
-    harness = smollm2.harness(
-        runner,
-        overlap=overlap,
-        page_size=page_size,
-        disable_radix_cache=radix_off,
-        chunked_prefill_size=chunk,
-        max_running_requests=20,
-        total=448 if small_pool else 8192,
-        schedule_conservativeness=0.1 if small_pool else 1.0,
-    )
-    assert generate(harness, smollm2.prompts[:17], 24) == expected
+    with contextlib.closing(smollm2.runner(overlap=overlap, page_size=page_size)) as runner:
+        harness = smollm2.harness(
+            runner,
+            overlap=overlap,
+            page_size=page_size,
+            disable_radix_cache=radix_off,
+            chunked_prefill_size=chunk,
+            max_running_requests=20,
+            total=448 if small_pool else 8192,
+            schedule_conservativeness=0.1 if small_pool else 1.0,
+        )
+        assert generate(harness, smollm2.prompts[:17], 24) == expected
     assert (harness.scheduler.stats.num_retracted > 0) == small_pool
+
+
+def test_the_matrix_in_ci_holds_every_pair_of_values() -> None:
+    for i, j in itertools.combinations(range(5), 2):
+        assert len({(row[i], row[j]) for row in IN_CI}) == 4
