@@ -16,7 +16,13 @@ def _torch_native(pool: KVPool) -> AttentionBackend:
     return TorchNativeBackend(pool)
 
 
-_FACTORIES: dict[str, BackendFactory] = {"torch_native": _torch_native}
+def _triton(pool: KVPool) -> AttentionBackend:
+    from .triton import TritonBackend
+
+    return TritonBackend(pool)
+
+
+_FACTORIES: dict[str, BackendFactory] = {"torch_native": _torch_native, "triton": _triton}
 
 
 def attention_backend(name: str) -> BackendFactory:

@@ -1,0 +1,1 @@
+"""Kernels and the one door to fused operations (ops.py)."""
