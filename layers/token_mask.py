@@ -24,6 +24,8 @@ def apply_mask(logits_SV: torch.Tensor, mask: LateMask) -> None:
         raise ValueError(f"a mask of {bits.shape[1] * 32} tokens for a vocabulary of {vocab_size}")
     if logits_SV.device.type == "cpu":
         for row, own in zip(mask.rows.tolist(), bits, strict=True):
+            if (own == -1).all():
+                continue
             bias = np.take(_BIAS, own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
             logits_SV[row].add_(torch.from_numpy(bias))
         return

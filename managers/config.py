@@ -89,6 +89,8 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_backend: str = "xgrammar"  # tried first; "none": requests with a grammar are refused
     grammar_compile_timeout: float = 10.0  # seconds
     grammar_compile_memory: int = 1 << 30  # bytes
+    grammar_cache_bytes: int = 256 << 20  # of compiled grammars, in this process and in the scheduler each
+    reasoning_parser: str | None = None  # a name of REASONING_MARKS
     max_top_logprobs: int = 20
     log_requests: bool = False
     random_seed: int | None = None  # seeds requests that bring no seed of their own

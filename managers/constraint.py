@@ -1,4 +1,4 @@
-"""Constraint: where one request stands in its grammar; GrammarStore: the grammars that a scheduler has loaded.
+"""Constraint: where one request stands in its grammar and in its thinking; GrammarStore: the grammars that a scheduler has loaded.
 
 A constraint fails closed: a request whose grammar cannot go on is aborted, never continued without it.
 """
@@ -14,6 +14,7 @@ import numpy as np
 from .errors import RequestError
 from .grammar import CompiledGrammar, GrammarBackend, Matcher, Vocabulary, create_backend
 from .io_struct import ControlReply, LoadGrammarReq
+from .thinking import Phase, Thinking
 
 logger = logging.getLogger(__name__)
 
@@ -21,51 +22,84 @@ ALL = np.int32(-1)  # a word of a mask in which everything is allowed
 
 
 class Constraint:
-    """Where one request stands. With ``think_end`` the grammar begins after the first place where the output holds these tokens;
-    until then everything but the end of the text is allowed."""
+    """Where one request stands: in its thinking part, if it has one, and then in its grammar, if it has one.
 
-    def __init__(self, matcher: Matcher, vocabulary: Vocabulary, think_end: tuple[int, ...] = ()) -> None:
+    The grammar begins behind the thinking part; inside it everything but the end of the text is allowed, or nothing but the end
+    mark when the budget is used up. Where the output may open a thinking part itself, its start mark is allowed besides what the
+    grammar allows.
+    """
+
+    def __init__(self, matcher: Matcher | None, stop_ids: tuple[int, ...], thinking: Thinking | None = None) -> None:
         self._matcher = matcher
-        self.stop_ids = vocabulary.stop_ids
-        self._think_end = think_end
-        self._recent: tuple[int, ...] = ()
-        self.thinking = bool(think_end)
+        self.stop_ids = stop_ids
+        self.thinking = thinking
+        self._behind = matcher.fork() if matcher and thinking and thinking.phase is Phase.BEFORE else matcher
+        self._rejected = False  # the grammar does not allow what may still become a start mark
         self.failed = False
+
+    @property
+    def has_grammar(self) -> bool:
+        return self._matcher is not None
 
     @property
     def is_complete(self) -> bool:
         """Nothing may follow."""
-        return not self.thinking and not self.failed and self._matcher.is_terminated
+        return self._matcher is not None and self._phase is Phase.OVER and not self.failed and self._matcher.is_terminated
+
+    @property
+    def _phase(self) -> Phase:
+        return self.thinking.phase if self.thinking else Phase.OVER
 
     def accept(self, token_id: int) -> None:
         """Take in what was sampled. A token that the grammar forbids makes the constraint ``failed``."""
-        if self.thinking:
-            self._recent = (*self._recent, token_id)[-len(self._think_end) :]
-            self.thinking = self._recent != self._think_end
-        elif not self._matcher.accept(token_id):
-            self.failed = True
+        before = self._phase
+        if self.thinking and before is not Phase.OVER:
+            self.thinking.push(token_id)
+        if self._matcher is None or before is Phase.INSIDE:
+            return
+        if self._phase is Phase.INSIDE:
+            self._matcher, self._rejected = self._behind, False
+            return
+        self._rejected = self._rejected or not self._matcher.accept(token_id)
+        self.failed = self._rejected and self._phase is Phase.OVER
 
     def fill(self, row: np.ndarray, *, may_stop: bool) -> None:
         """Write what may come next to row, int32 [words]; may_stop False: no end of the text, unless nothing else is left.
 
-        Nothing is allowed after a failure.
+        Nothing is allowed after a failure. may_stop counts with a grammar only.
         """
+        row[:] = 0
         if self.failed:
-            row[:] = 0
             return
-        if self.thinking:
+        if self.thinking and self.thinking.forced is not None:
+            allow(row, self.thinking.forced)
+            return
+        inside = self._phase is Phase.INSIDE
+        if self._matcher is None or inside:
             row[:] = ALL
-        else:
+        elif not self._rejected:
             self._matcher.fill_mask(row)
-        if self.thinking or not may_stop:
-            self._forbid_stops(row)
+        if self._matcher is not None and (inside or not may_stop):
+            self._forbid_stops(row, always=inside)
+        if self.thinking and self.thinking.next_start is not None:
+            allow(row, self.thinking.next_start)
 
-    def _forbid_stops(self, row: np.ndarray) -> None:
+    def _forbid_stops(self, row: np.ndarray, *, always: bool) -> None:
         without = row.copy()
         for token_id in self.stop_ids:
-            without[token_id // 32] &= ~np.int32(np.uint32(1 << (token_id % 32)).view(np.int32))
-        if self.thinking or without.any():
+            without[token_id // 32] &= ~_bit(token_id)
+        if always or without.any():
             row[:] = without
+
+
+def allow(row: np.ndarray, token_id: int) -> None:
+    """Set the bit of a token in a row of a mask."""
+    row[token_id // 32] |= _bit(token_id)
+
+
+def _bit(token_id: int) -> np.int32:
+    word: np.int32 = np.uint32(1 << (token_id % 32)).view(np.int32)
+    return word
 
 
 class GrammarStore:
@@ -104,12 +138,12 @@ class GrammarStore:
         """Forget a grammar; requests that follow it keep it."""
         self._loading.pop(key, None)
 
-    def constraint(self, key: str, think_end: tuple[int, ...] = ()) -> Constraint:
+    def constraint(self, key: str, thinking: Thinking | None = None) -> Constraint:
         """A constraint at its beginning. Waits for a grammar that is being loaded. Raises RequestError if there is none."""
         loading = self._loading.get(key)
         if loading is None:
             raise RequestError("The request's grammar is not there.", status_code=500, err_type="InternalServerError")
-        return Constraint(loading.result().matcher(), self.vocabulary(), think_end)
+        return Constraint(loading.result().matcher(), self.vocabulary().stop_ids, thinking)
 
     def vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:

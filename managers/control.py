@@ -9,7 +9,8 @@ from typing import Any
 
 from .cache_control import CacheControl
 from .config import SchedulerConfig
-from .constraint import GrammarStore
+from .constraint import Constraint, GrammarStore
+from .errors import RequestError
 from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
@@ -35,6 +36,7 @@ from .pace import PrefillPace
 from .quiesce import Quiesce
 from .req import Req
 from .scheduler import Scheduler
+from .thinking import Thinking
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -146,13 +148,25 @@ class Control:
             req = Req.from_message(
                 message, arrival=self._num_received, weight_version=self._config.weight_version, tokenizer=self._tokenizer
             )
-            if message.grammar_key:
-                req.constraint = self._store().constraint(message.grammar_key, tuple(message.think_end))
+            req.constraint = self._constraint(message)
         except Exception as error:
             logger.exception("request %s could not be queued", message.rid)
             self._refuse(message, error)
             return
         self._scheduler.add(req)
+
+    def _constraint(self, message: GenerateReq) -> Constraint | None:
+        """Where a request starts in its grammar, or in a thinking part that has a budget; None if nothing binds it."""
+        thinking = None
+        if message.thinking is not None:
+            table = self._tokenizer.byte_table
+            if table is None:
+                raise RequestError("Thinking cannot be followed with this model's tokenizer: its tokens do not stand for bytes.")
+            thinking = Thinking(message.thinking, table.tokens.__getitem__)
+        if message.grammar_key:
+            return self._store().constraint(message.grammar_key, thinking)
+        bounded = message.thinking is not None and message.thinking.budget is not None
+        return Constraint(None, (), thinking) if bounded else None
 
     def _refuse(self, message: GenerateReq, error: Exception) -> None:
         reason = FinishReason(

@@ -200,7 +200,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             cache_hint=message.cache_hint,
             routing_key=name(message.routing_key),
             session_hold=name(message.session_hold),
-            grammar_key="?" if message.grammar_key else "",
+            grammar_key="?" if _is_bound(message) else "",
             logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
             timeout=message.timeout,
         )
@@ -211,6 +211,12 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
     if isinstance(message, LoadGrammarReq | DropGrammarReq):  # a grammar only changes the sampled ids
         return DropGrammarReq(key="")
     return message
+
+
+def _is_bound(message: GenerateReq) -> bool:
+    """A mask says what it may sample: that matters only for the moments at which it ends, which are recorded."""
+    budget = message.thinking.budget if message.thinking else None
+    return bool(message.grammar_key) or budget is not None
 
 
 def _disguised_params(params: SamplingParams, disguise: Disguise) -> SamplingParams:

@@ -23,7 +23,6 @@ UNSUPPORTED = (
     "mm_hashes",
     "mm_content_hashes",
     "lora_path",
-    "require_reasoning",
     "return_hidden_states",
     "return_routed_experts",
     "return_sampling_mask",
@@ -61,6 +60,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     token_ids_logprob: list[int | list[int] | None] | None = None
     return_text_in_logprobs: bool = False
     custom_logit_processor: str | list[str] | None = None  # name of a class that the server was started with
+    require_reasoning: bool = False  # the output may have a thinking part; a grammar begins behind it
+    max_thinking_tokens: int | None = None  # most tokens of the thinking part; then its end mark is forced
     return_prompt_token_ids: bool = False
     session_params: SessionParams | None = None
     session_id: str | None = None  # names a conversation towards routers; not together with session_params

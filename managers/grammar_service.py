@@ -22,7 +22,6 @@ from .grammar_worker import WorkerConfig
 from .io_struct import DropGrammarReq, GenerateReq, LoadGrammarReq, Message
 from .sampling_params import GRAMMAR_FIELDS
 
-MAX_LOADED = 128 << 20  # bytes of compiled grammars that the scheduler keeps, as they are sent
 NO_TEXT: dict[str, None] = dict.fromkeys(GRAMMAR_FIELDS)
 
 
@@ -82,7 +81,9 @@ class GrammarService:
                 timeout=self._config.grammar_compile_timeout,
                 memory=self._config.grammar_compile_memory,
             )
-            self._compiler = GrammarCompiler(worker, preferred=self._config.grammar_backend)
+            self._compiler = GrammarCompiler(
+                worker, preferred=self._config.grammar_backend, max_cache_bytes=self._config.grammar_cache_bytes
+            )
         # shielded: another request may wait for the same grammar
         return await asyncio.shield(asyncio.wrap_future(self._compiler.compile(GrammarText(*text))))
 
@@ -105,7 +106,7 @@ class GrammarService:
 
     def _drop_oldest(self, *, keep: set[str]) -> None:
         for key in [key for key in self._loaded if key not in keep]:
-            if sum(self._loaded.values()) <= MAX_LOADED:
+            if sum(self._loaded.values()) <= self._config.grammar_cache_bytes:
                 return
             del self._loaded[key]
             self._send(DropGrammarReq(key=key))

@@ -13,6 +13,7 @@ import numpy as np
 from msgspec import Meta
 
 from .sampling_params import SamplingParams
+from .thinking import ThinkingParams
 
 
 def pack_ids(ids: np.ndarray | list[int]) -> bytes:
@@ -117,7 +118,7 @@ class GenerateReq(Message):
     logit_processor: str = ""
     logprobs: LogprobParams | None = None
     grammar_key: str = ""  # of a grammar that was loaded before
-    think_end: list[int] = []  # the grammar begins behind these tokens; empty: at once
+    thinking: ThinkingParams | None = None  # its output may have a thinking part, behind which the grammar begins
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler
 

@@ -72,7 +72,8 @@ class LiveTable:
         self.own_stops = np.zeros(num_rows, np.bool_)  # has stop tokens or strings of its own
         self.logprobs = np.zeros(num_rows, np.bool_)  # wants log-probabilities
         self.controlled = np.zeros(num_rows, np.bool_)  # the runner holds controls for the row, maybe its former owner's
-        self.constrained = np.zeros(num_rows, np.bool_)  # follows a grammar
+        self.constrained = np.zeros(num_rows, np.bool_)  # a mask says what it may sample
+        self.grammatical = np.zeros(num_rows, np.bool_)  # and that for a grammar
         self.sampling = SamplingColumns(num_rows)
 
     def seat(self, req: Req, prefix_slots: np.ndarray) -> int:
@@ -92,6 +93,7 @@ class LiveTable:
         self.ignore_eos[row] = req.params.ignore_eos
         self.own_stops[row] = bool(req.stop_ids) or req.stop_checker is not None
         self.constrained[row] = req.constraint is not None
+        self.grammatical[row] = req.constraint is not None and req.constraint.has_grammar
         self.logprobs[row] = req.logprobs is not None
         self.sampling.set(row, req.params, req.seed)
         req.row = row

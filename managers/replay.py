@@ -153,6 +153,7 @@ class _RecordedConstraint:
 
     failed = False
     stop_ids = ()
+    has_grammar = True
 
     def __init__(self, rid: str, runner: _RecordedRunner) -> None:
         self._rid = rid

@@ -24,6 +24,7 @@ from .logprob_params import logprob_plans, with_start
 from .per_prompt import per_prompt
 from .sampling_params import SEED_RANGE, SamplingParams
 from .sessions import SessionParams, Turn
+from .thinking import ThinkingPlanner
 
 MAX_PRIORITY = 1 << 31
 
@@ -34,14 +35,22 @@ class TextEncoder(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Called from several threads."""
 
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids. Called from several threads."""
+
 
 class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request wants to be scheduled; the same for all its prompts."""
+    """How a request wants to be served; the same for all its prompts.
+
+    thinks: an output may have a thinking part, of at most max_thinking_tokens.
+    """
 
     priority: int | None
     cache_hint: CacheHint | None
     routing_key: str
     timeout: float | None
+    thinks: bool
+    max_thinking_tokens: int | None
 
 
 class RequestPlan(msgspec.Struct, kw_only=True):
@@ -82,6 +91,7 @@ class RequestValidator:
         self._refuses_priority = config.abort_on_priority_when_disabled and not info.priority_scheduling
         self._random = random.Random(config.random_seed)
         self._preferred = _preferred(config, self._vocab_size)
+        self._thinking = ThinkingPlanner(config.reasoning_parser, tokenizer)
 
     def plan(self, request: GenerateInput) -> RequestPlan:
         """Check everything but the prompts' tokens."""
@@ -127,6 +137,8 @@ class RequestValidator:
             logprobs = with_start(plan.logprobs[index], len(ids))
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
             packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
+            budget = plan.service.max_thinking_tokens
+            thinking = self._thinking.params(ids.tolist(), budget) if plan.service.thinks else None
             for sample in range(plan.n):
                 messages.append(
                     GenerateReq(
@@ -141,6 +153,7 @@ class RequestValidator:
                         bad_word_ids=bad_word_ids,
                         logit_processor=plan.processors[index],
                         logprobs=logprobs,
+                        thinking=thinking,
                         priority=plan.service.priority,
                         cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
@@ -187,7 +200,15 @@ class RequestValidator:
         hint = request.cache_hint
         if hint is not None and math.isnan(hint.pin_seconds):
             raise RequestError("cache_hint.pin_seconds must be a number.", param="cache_hint")
-        return Service(priority=priority, cache_hint=hint, routing_key=routing_key, timeout=timeout)
+        self._thinking.check(wanted=request.require_reasoning, budget=request.max_thinking_tokens)
+        return Service(
+            priority=priority,
+            cache_hint=hint,
+            routing_key=routing_key,
+            timeout=timeout,
+            thinks=request.require_reasoning or request.max_thinking_tokens is not None,
+            max_thinking_tokens=request.max_thinking_tokens,
+        )
 
     def prompt(self, request: GenerateInput) -> GenerateReq:
         """The one prompt of a request whose output nobody wants, checked like any other. Safe on any thread."""

@@ -119,7 +119,7 @@ def _sampling(table: LiveTable, rows: np.ndarray, positions: np.ndarray) -> Samp
     constrained = table.constrained[rows]
     if constrained.any():
         sampling.allowed = LateMask(np.flatnonzero(constrained))
-    young = np.flatnonzero((positions < table.min_lens[rows]) & ~constrained)
+    young = np.flatnonzero((positions < table.min_lens[rows]) & ~table.grammatical[rows])
     if len(young):
         bans = [(index, _stop_ids(table, int(rows[index]))) for index in young]
         sampling.banned_rows = np.concatenate([np.full(len(ids), index, np.int32) for index, ids in bans])

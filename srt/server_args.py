@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from ..managers.errors import StartError
+from ..managers.reasoning_marks import REASONING_MARKS
 
 if TYPE_CHECKING:
     from ..managers.config import DetokenizerConfig, SchedulerConfig, TokenizerManagerConfig
@@ -82,6 +83,25 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         str, Meta(description='JSON object of the logit processors that requests may name: {"name": "module:Class"}')
     ] = "{}"
     max_top_logprobs: Annotated[NotNegative, Meta(description="Most alternatives per token that a request may ask for")] = 20
+
+    # Structured output and thinking
+    grammar_backend: Annotated[
+        Literal["xgrammar", "llguidance", "outlines", "none"],
+        Meta(description="Library that is tried first for a grammar; none: requests with a grammar are refused"),
+    ] = "xgrammar"
+    grammar_compile_timeout: Annotated[
+        Seconds, Meta(description="Seconds that compiling one grammar may take; one that takes longer is refused with 400")
+    ] = 10.0
+    grammar_compile_memory: Annotated[
+        int, Meta(ge=1 << 20, description="Bytes that compiling one grammar may take; one that takes more is refused with 400")
+    ] = 1 << 30
+    grammar_cache_bytes: Annotated[
+        NotNegative, Meta(description="Bytes of compiled grammars that are kept, the least recently used ones go first")
+    ] = 256 << 20
+    reasoning_parser: Annotated[
+        str | None,
+        Meta(description="How the model marks its thinking: grammars begin behind it, and it may have a budget"),
+    ] = None
 
     # Memory and scheduling
     mem_fraction_static: Annotated[Share | None, Meta(description="Share of the device's memory for weights and KV cache")] = None
@@ -227,6 +247,12 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             value = getattr(self, name)
             if value is not None and value < self.page_size:
                 raise StartError(f"{flag(name)} must be at least the page size {self.page_size}, got {value}.")
+        self._check_places()
+
+    def _check_places(self) -> None:
+        if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_MARKS:
+            known = ", ".join(REASONING_MARKS)
+            raise StartError(f"--reasoning-parser: unknown parser {self.reasoning_parser!r}; known are {known}.")
         if self.chat_template is not None and not os.path.isfile(self.chat_template):
             raise StartError(f"--chat-template: no file {self.chat_template!r}.")
         if self.tokenizer_path is not None and not os.path.exists(self.tokenizer_path):
@@ -318,6 +344,11 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             allow_auto_truncate=self.allow_auto_truncate,
             abort_on_priority_when_disabled=self.abort_on_priority_when_disabled,
             preferred_sampling_params=json.dumps(preferred),
+            grammar_backend=self.grammar_backend,
+            grammar_compile_timeout=self.grammar_compile_timeout,
+            grammar_compile_memory=self.grammar_compile_memory,
+            grammar_cache_bytes=self.grammar_cache_bytes,
+            reasoning_parser=self.reasoning_parser,
             max_top_logprobs=self.max_top_logprobs,
             log_requests=self.log_requests,
             max_sessions=self.max_sessions,

@@ -69,6 +69,8 @@ async def _start(state: ServerState, body: ChatBody) -> Generation:
         session_params=SessionParams.parse_optional(body.session_params),
         routing_key=body.routing_key,
         timeout=body.timeout,
+        require_reasoning=tm.config.reasoning_parser is not None,
+        max_thinking_tokens=body.max_thinking_tokens,
     )
     return await start(tm, query, _names(body))
 

@@ -65,6 +65,7 @@ def _query(body: CompletionBody) -> GenerateInput:
         session_params=SessionParams.parse_optional(body.session_params),
         routing_key=body.routing_key,
         timeout=body.timeout,
+        max_thinking_tokens=body.max_thinking_tokens,
     )
 
 

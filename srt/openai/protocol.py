@@ -189,6 +189,7 @@ class GenerateBody(Body):
     routing_key: str | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     return_token_ids: bool = False
+    max_thinking_tokens: int | None = Field(None, ge=0)
 
     def token_limit(self) -> int | None:
         """Most new tokens; None: what the context has room for."""

@@ -7,37 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import EOS, VOCAB, Harness, prompt_of
+from grammars import DIGITS, FIRST, WORDS, grammar
+from harness import EOS, Harness, prompt_of
 
 from banyan.managers.constrained import StepMasks
 from banyan.managers.constraint import Constraint, GrammarStore
 from banyan.managers.errors import RequestError
 from banyan.managers.faults import Faults
-from banyan.managers.grammar import CompiledGrammar, Matcher, Vocabulary, create_backend
+from banyan.managers.grammar import CompiledGrammar, Matcher, create_backend
 from banyan.managers.io_struct import ControlReply, LoadGrammarReq
 
-FIRST = 3  # id of byte 0
-WORDS = Vocabulary(tokens=[b""] * FIRST + [bytes([byte]) for byte in range(256)] + [b""] * (VOCAB - 256 - FIRST), stop_ids=(EOS,))
-THINK_END = (FIRST + 300 - 40, FIRST + 300 - 39)  # two ids without text
-
-
-def grammar(kind: str, text: str) -> CompiledGrammar:
-    backend = create_backend("xgrammar", WORDS)
-    return backend.load(backend.compile(kind, text))
-
-
-DIGITS = "[0-9]{3,12}x"
 OBJECT = json.dumps(
     {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["ö", "x"]}}, "required": ["a", "b"]}
 )
 
 
-def submit(
-    harness: Harness, rid: str, compiled: CompiledGrammar | Matcher, *, seed: int = 1, think: tuple[int, ...] = (), **options: Any
-) -> None:
+def submit(harness: Harness, rid: str, compiled: CompiledGrammar | Matcher, *, seed: int = 1, **options: Any) -> None:
     matcher = compiled.matcher() if hasattr(compiled, "matcher") else compiled
     harness.submit(rid, prompt_of(seed, 20), **{"max_new_tokens": 60, **options})
-    harness.scheduler.live[rid].constraint = Constraint(matcher, WORDS, think)
+    harness.scheduler.live[rid].constraint = Constraint(matcher, WORDS.stop_ids)
 
 
 def text_of(harness: Harness, rid: str) -> str:
@@ -113,25 +101,6 @@ def test_ends_without_regard_to_ignore_eos_and_min_new_tokens(make: Any) -> None
     harness.drain()
     assert text_of(harness, "fixed") == "ab" and harness.reasons["fixed"].kind == "stop"
     assert set(text_of(harness, "long")) == {"a"} and len(harness.ids["long"]) >= 30
-
-
-def test_the_grammar_begins_behind_the_thinking(make: Any) -> None:
-    """GR-12: the mark that ends it may have several tokens; the text cannot end before."""
-    harness = make()
-    submit(harness, "g", grammar("regex", DIGITS), think=THINK_END, max_new_tokens=200)
-    constraint = harness.scheduler.live["g"].constraint
-    while not harness.ids.get("g") or len(harness.ids["g"]) < 5:
-        harness.turn()
-    assert constraint is not None and constraint.thinking and EOS not in harness.ids["g"]
-    harness.abort("g")
-    harness.drain()
-    for token in (7, THINK_END[0], THINK_END[0], THINK_END[1]):
-        constraint.accept(token)
-    assert not constraint.thinking
-    row = np.zeros(WORDS.mask_width, np.int32)
-    constraint.fill(row, may_stop=True)
-    allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little", count=VOCAB))
-    assert allowed.tolist() == [FIRST + ord(char) for char in "0123456789"]
 
 
 def test_aborts_at_any_moment(make: Any) -> None:
