@@ -93,6 +93,8 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None  # a name of REASONING_MARKS
     max_top_logprobs: int = 20
     log_requests: bool = False
+    log_requests_level: int = 1
+    log_requests_format: str = "text"
     random_seed: int | None = None  # seeds requests that bring no seed of their own
     max_sessions: int = 1024
     streaming_sessions: bool = True  # the scheduler has a prefix cache that can hold KV between turns

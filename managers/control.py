@@ -227,7 +227,7 @@ def state_of(scheduler: Scheduler) -> dict[str, Any]:
         "max_total_num_tokens": loads.num_tokens,
         "token_usage": round(loads.token_usage, 4),
         "new_token_ratio": round(scheduler.ratio.value, 4),
-        "last_gen_throughput": round(stats.gen_throughput, 2),
+        "last_gen_throughput": round(stats.log.gen_throughput, 2),
         "num_prefill_tokens": stats.num_prefill_tokens,
         "num_cached_prompt_tokens": stats.num_cached_tokens,
         "num_decode_tokens": stats.num_decode_tokens,

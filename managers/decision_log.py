@@ -203,6 +203,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             grammar_key="?" if _is_bound(message) else "",
             logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
             timeout=message.timeout,
+            probe=message.probe,
         )
     if isinstance(message, AbortReq):
         return AbortReq(rid=name(message.rid), abort_all=message.abort_all)

@@ -11,9 +11,9 @@ import codecs
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from .io_struct import DecodeOptions, FinishReason, RowLogprobs, TextOutput, TokenOutput, unpack_ids
+from .io_struct import DecodeOptions, FinishReason, TextOutput, TokenOutput, unpack_ids
 from .sampling_params import SamplingParams
 from .stop_regex import RegexMatcher
 from .stop_strings import StopMatcher
@@ -21,6 +21,8 @@ from .token_bytes import ByteTable
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_WINDOW = 8  # ids that the window decoder decodes at once
 MAX_OPEN = 3  # bytes of an incomplete character, each of them maybe a U+FFFD
@@ -254,15 +256,15 @@ def _row_bounds(output: TokenOutput) -> list[int]:
     if (
         not fits
         or len(output.token_ids) != 4 * bounds[-1]
-        or any(not 0 <= row < num_rows for row, _ in (*output.options, *output.logprobs))
+        or any(not 0 <= row < num_rows for row, _ in (*output.options, *output.logprobs, *output.timings))
     ):
         raise ValueError("the columns of a TokenOutput do not fit each other")
     return bounds
 
 
-def _renumbered(logprobs: list[tuple[int, RowLogprobs]], rows: list[int]) -> list[tuple[int, RowLogprobs]]:
-    places = {row: index for index, row in enumerate(rows)} if logprobs else {}
-    return [(places[row], own) for row, own in logprobs if row in places]
+def _renumbered(sparse: list[tuple[int, T]], rows: list[int]) -> list[tuple[int, T]]:
+    places = {row: index for index, row in enumerate(rows)} if sparse else {}
+    return [(places[row], own) for row, own in sparse if row in places]
 
 
 def _text_output(
@@ -282,5 +284,6 @@ def _text_output(
         cached_tokens=[output.cached_tokens[row] for row in rows],
         num_retractions=[output.num_retractions[row] for row in rows],
         logprobs=_renumbered(output.logprobs, rows),
+        timings=_renumbered(output.timings, rows),
         texts=texts,
     )

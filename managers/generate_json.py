@@ -58,6 +58,9 @@ class GenerateFormat:
         if output.e2e_latency is not None:
             meta["e2e_latency"] = output.e2e_latency
             meta["response_sent_to_client_ts"] = time.time()
+            if output.first_token_latency is not None:
+                meta["time_to_first_token"] = output.first_token_latency
+            meta |= {f"{phase}_time": seconds for phase, seconds in output.phases.items()}
         item: dict[str, Any] = {"text": output.text, "output_ids": list(output.token_ids), "meta_info": meta}
         if self._with_prompt_ids:
             item["prompt_token_ids"] = generation.prompts[output.index]

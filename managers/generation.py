@@ -97,6 +97,8 @@ class Output(msgspec.Struct, kw_only=True):
     num_retractions: int
     logprobs: RowLogprobs | None = None
     e2e_latency: float | None = None  # seconds from start to the finishing row, None before
+    first_token_latency: float | None = None  # seconds from start to the first token, None before
+    phases: dict[str, float] = {}  # seconds by phase, with the finishing row
 
     def merge(self, later: Output) -> None:
         """Append what came later for the same choice."""
@@ -109,6 +111,8 @@ class Output(msgspec.Struct, kw_only=True):
         self.cached_tokens = later.cached_tokens
         self.num_retractions = later.num_retractions
         self.e2e_latency = later.e2e_latency
+        self.first_token_latency = later.first_token_latency or self.first_token_latency
+        self.phases = later.phases
 
 
 class Generation:

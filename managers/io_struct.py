@@ -121,6 +121,7 @@ class GenerateReq(Message):
     thinking: ThinkingParams | None = None  # its output may have a thinking part, behind which the grammar begins
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler
+    probe: bool = False  # leaves nothing in the cache
 
 
 class LoadGrammarReq(Message):
@@ -237,6 +238,13 @@ class Heartbeat(Message):
     num_waiting: int
 
 
+class SchedulerReport(Message):
+    """What a scheduler tells about once a second, by the name of the metric; counters are totals since its start."""
+
+    gauges: dict[str, float]
+    counters: dict[str, float]
+
+
 # --- scheduler -> detokenizer -> tokenizer manager --------------------------------------------------------------------------------
 
 
@@ -248,6 +256,15 @@ class DecodeOptions(msgspec.Struct, array_like=True, kw_only=True):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+
+
+class Timings(msgspec.Struct, array_like=True, kw_only=True):
+    """When a request was taken in by the scheduler, was first seated, and got its first token: seconds on the machine's monotonic
+    clock. Travels with its first row of output; no decision depends on it."""
+
+    received: float
+    seated: float
+    sampled: float
 
 
 class OutputColumns(Message):
@@ -266,6 +283,7 @@ class OutputColumns(Message):
     cached_tokens: list[int]
     num_retractions: list[int]
     logprobs: list[tuple[int, RowLogprobs]] = []  # (row, its own) of those that want any
+    timings: list[tuple[int, Timings]] = []  # (row, its own) of those that appear for the first time
 
 
 class TokenOutput(OutputColumns):
@@ -297,4 +315,4 @@ ToScheduler = (
     | Tick
 )
 ToDetokenizer = TokenOutput | ShutdownReq
-ToTokenizer = TextOutput | ControlReply | Heartbeat
+ToTokenizer = TextOutput | ControlReply | Heartbeat | SchedulerReport

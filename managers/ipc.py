@@ -100,8 +100,9 @@ class Sender:
         """Queue a message; never blocks."""
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def close(self) -> None:
-        self._socket.close()
+    def close(self, *, linger: bool = True) -> None:
+        """Close; without ``linger`` what has not left yet is dropped."""
+        self._socket.close(None if linger else 0)
 
 
 class Receiver(Generic[T]):

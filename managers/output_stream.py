@@ -57,6 +57,7 @@ class OutputStream:
         names = rows.tolist()
         num_ids = outputs - self._sent[rows]
         prompt_lens = table.prompt_lens[rows]
+        new = self._announce(rows)
         message = TokenOutput(
             rids=[self._rids[row] for row in names],
             token_ids=pack_ids(self._new_ids(rows, prompt_lens + self._sent[rows], num_ids)),
@@ -66,8 +67,9 @@ class OutputStream:
             completion_tokens=outputs.tolist(),
             cached_tokens=self._cached_tokens[rows].tolist(),
             num_retractions=self._num_retractions[rows].tolist(),
-            options=self._announce(rows),
+            options=[(index, _decode_options(req.params)) for index, req in new],
             logprobs=self._logprobs(rows),
+            timings=[(index, req.timings()) for index, req in new],
         )
         self._sent[rows] = outputs
         self._send(message)
@@ -85,10 +87,11 @@ class OutputStream:
         owners = [(index, self._table.req(int(rows[index])).logprobs) for index in wanted]
         return [(index, own.flush()) for index, own in owners if own is not None]
 
-    def _announce(self, rows: np.ndarray) -> list[tuple[int, DecodeOptions]]:
+    def _announce(self, rows: np.ndarray) -> list[tuple[int, Req]]:
+        """The requests that send their first row, with their places among ``rows``."""
         new = np.flatnonzero(~self._announced[rows])
         self._announced[rows[new]] = True
-        return [(int(i), _decode_options(self._table.req(int(rows[i])).params)) for i in new]
+        return [(int(i), self._table.req(int(rows[i]))) for i in new]
 
     def emit_waiting(self, req: Req, reason: FinishReason) -> None:
         """The last row of a request that has no row in the table."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from ..mem_cache.prefix_cache import CacheHold, CacheKey
 from .constraint import Constraint
 from .detokenizer import StopChecker
-from .io_struct import CacheHint, FinishReason, GenerateReq, unpack_ids
+from .io_struct import CacheHint, FinishReason, GenerateReq, Timings, unpack_ids
 from .req_logprobs import ReqLogprobs
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
@@ -39,6 +40,7 @@ class Req:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     logit_processor: str = ""
     logprobs: ReqLogprobs | None = None
+    probe: bool = False  # leaves nothing in the cache
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     constraint: Constraint | None = None  # where it stands in its grammar
@@ -46,6 +48,8 @@ class Req:
     cached_tokens: int | None = None
     num_retractions: int = 0
     num_sent: int = NOT_ANNOUNCED  # tokens handed to the detokenizer while it has no row
+    received: float = field(default_factory=time.monotonic)  # this and the next: for people, never for a decision
+    first_seated: float = 0.0
 
     @classmethod
     def from_message(cls, message: GenerateReq, *, arrival: int, weight_version: str, tokenizer: Tokenizer) -> Req:
@@ -70,6 +74,7 @@ class Req:
             logprobs=ReqLogprobs.of(message.logprobs, len(token_ids)) if message.logprobs else None,
             session_hold=message.session_hold,
             timeout=message.timeout,
+            probe=message.probe,
         )
 
     @property
@@ -103,6 +108,15 @@ class Req:
         if limit is None:
             raise ValueError(f"request {self.rid}: max_new_tokens must be resolved before scheduling")
         return self.num_prompt + limit
+
+    def note_seated(self) -> None:
+        """It has a row; the first time counts."""
+        self.first_seated = self.first_seated or time.monotonic()
+
+    def timings(self) -> Timings:
+        """When it came to its phases, asked when its first token is there."""
+        now = time.monotonic()
+        return Timings(received=self.received, seated=self.first_seated or now, sampled=now)
 
     def held(self) -> CacheHold:
         """What a seated request holds of the cache."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import RequestError
 from .generation import Generation
+from .request_track import RequestTrack
 from .request_validator import RequestPlan
 
 
@@ -19,6 +20,7 @@ class Choice:
     family: str
     sent: bool = False  # to the scheduler
     aborted: bool = False
+    track: RequestTrack = field(default_factory=lambda: RequestTrack(""))
 
 
 class RequestTable:
@@ -37,7 +39,7 @@ class RequestTable:
             if name in self._choices or name in self._families:
                 raise RequestError(f"rid: {name!r} is in use by a request that runs.", param="rid")
         for index, (rid, family) in enumerate(zip(plan.rids, plan.families, strict=True)):
-            self._choices[rid] = Choice(generation, index, family)
+            self._choices[rid] = Choice(generation, index, family, track=RequestTrack(rid))
             self._families.setdefault(family, set()).add(rid)
 
     def get(self, rid: str) -> Choice | None:
@@ -59,6 +61,9 @@ class RequestTable:
 
     def rids(self) -> list[str]:
         return list(self._choices)
+
+    def choices(self) -> list[Choice]:
+        return list(self._choices.values())
 
     def generations(self) -> Iterable[Generation]:
         """Each generation that has a live choice, once."""

@@ -22,7 +22,8 @@ from .result_processor import ResultProcessor
 from .retraction import NewTokenRatio, retraction_order
 from .schedule_batch import ScheduleBatch, build_decode, build_extend, mix
 from .schedule_policy import SchedulePolicy, plan_preemption
-from .stats import Loads, SchedulerStats
+from .stats import SchedulerStats
+from .step_log import Loads
 from .waiting_queue import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Scheduler:
         self.ratio = ratio
         self.outputs = outputs
         self.stats = stats
-        self.stats.loads = self.loads
+        self.stats.log.loads = self.loads
         self.faults = faults
         self.gate = gate or RequestGate()
         self.waiting = WaitingQueue(policy, memory.cache)
@@ -159,7 +160,7 @@ class Scheduler:
     def finish(self, req: Req, *, share: bool = True) -> None:
         """Give a seated request's confirmed KV to the cache (unless it may be broken) and its row back; its session may keep it."""
         self._forget(req)
-        self._vacate(req, share=share, session=req.session_hold)
+        self._vacate(req, share=share and not req.probe, session=req.session_hold)
 
     def tick(self, now: float) -> None:
         """It is ``now``: end the requests whose time is over."""
@@ -181,7 +182,12 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_used_tokens=total - self.memory.allocator.available - self.memory.cache.evictable_size,
             num_tokens=total,
+            num_pending_tokens=self.waiting.num_tokens + self._unfinished_prompt(),
         )
+
+    def _unfinished_prompt(self) -> int:
+        table, req = self.memory.table, self.chunked
+        return int(table.known_lens[req.row] - table.launched_lens[req.row]) if req else 0
 
     def is_idle(self) -> bool:
         """Nothing runs or waits. A launched step may still be under way."""
@@ -263,6 +269,7 @@ class Scheduler:
         hold, prefix_slots = self.memory.cache.lock_prefix(req.key, req.matchable)
         row = self.memory.table.seat(req, prefix_slots)
         req.hold = hold
+        req.note_seated()
         hold.priority = req.cache_hint.priority if req.cache_hint else 0
         if req.cached_tokens is None:
             req.cached_tokens = min(len(prefix_slots), req.num_prompt)
@@ -354,7 +361,7 @@ class Scheduler:
 
     def _retract(self, req: Req) -> None:
         req.num_retractions += 1
-        self.stats.num_retracted += 1
+        self.stats.retracted(req.num_prompt, int(self.memory.table.known_lens[req.row]) - req.num_prompt)
         self._send_back(req)
 
     def _send_back(self, req: Req) -> None:
@@ -381,7 +388,8 @@ class Scheduler:
         """Share what a request that goes on has computed so far."""
         table, row = self.memory.table, req.row
         tokens = table.confirmed_tokens(row)
-        self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
+        if not req.probe:
+            self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
         if len(tokens) >= table.known_lens[row] - 1:  # the whole prompt, with the token that it yielded not counted
             self.planner.prefilling.pop(row, None)
 

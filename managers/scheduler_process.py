@@ -35,12 +35,14 @@ from .live_table import LiveTable
 from .output_stream import OutputStream
 from .pins import Pins
 from .prefill_planner import Memory, PrefillLimits
+from .reporter import Reporter
 from .request_gate import RequestGate, max_live_requests
 from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
 from .scheduler import Scheduler
 from .session_holds import SessionHolds
 from .stats import SchedulerStats
+from .step_log import StepLog
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -89,11 +91,13 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
     control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take)
     loop: EventLoop = OverlapLoop(recorder, control.receive) if info.overlap else NormalLoop(recorder, control.receive)
     pulse = Pulse(scheduler)
+    reporter = Reporter(scheduler, reply)
     threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
     ready(msgspec.to_builtins(info))
     try:
         while not control.shutdown:
             pulse.turned()
+            reporter.turn()
             loop.turn()
     except Exception as error:
         if config.crash_dump_folder:
@@ -162,7 +166,7 @@ def build_scheduler(
     config: SchedulerConfig, info: SchedulerInfo, memory: Memory, runner: Runner, send: Callable[[Any], None]
 ) -> Scheduler:
     """The scheduler over parts that exist."""
-    stats = SchedulerStats(decode_log_interval=config.decode_log_interval)
+    stats = SchedulerStats(log=StepLog(decode_log_interval=config.decode_log_interval))
     return Scheduler(
         memory=memory,
         runner=runner,

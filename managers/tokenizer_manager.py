@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 import traceback
@@ -13,8 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from .cache_control import explanation_of, with_texts
 from .config import SchedulerInfo, TokenizerManagerConfig
@@ -37,55 +34,29 @@ from .io_struct import (
     Heartbeat,
     InternalStateReq,
     PauseReq,
-    ShutdownReq,
     TextOutput,
+    Timings,
     ToTokenizer,
     unpack_ids,
 )
-from .ipc import AsyncReceiver, Sender
+from .link import Link
 from .logprob_json import TokenTexts
+from .request_context import current_context
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
+from .request_log import TEXTS, RequestLog
+from .request_stats import RequestStats
 from .request_table import Choice, RequestTable
+from .request_track import RequestWatch, Watcher
 from .request_validator import RequestPlan, RequestValidator, TextEncoder
 from .session_service import SessionService
 from .sessions import OpenSession
 from .tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 
 MAX_TOKENIZE_THREADS = 4
 IDLE_POLL = 0.02  # seconds
-STRAY_LOG_INTERVAL = 60.0  # seconds between two warnings about rows of unknown rids
-
-
-class Link:
-    """The manager's sockets, on one asyncio loop."""
-
-    def __init__(self, config: TokenizerManagerConfig) -> None:
-        self._config = config
-        self._context = zmq.Context()
-        self.receiver: AsyncReceiver[ToTokenizer] = AsyncReceiver(
-            zmq.asyncio.Context.shadow(self._context.underlying), config.ipc.tokenizer, ToTokenizer
-        )
-        self._sender = Sender(self._context, config.ipc.scheduler)
-
-    def send(self, message: msgspec.Struct) -> None:
-        self._sender.send(message)
-
-    def send_shutdown(self) -> None:
-        """Tell scheduler and detokenizer to exit."""
-        self._sender.send(ShutdownReq())
-        to_detokenizer = Sender(self._context, self._config.ipc.detokenizer)
-        to_detokenizer.send(ShutdownReq())
-        to_detokenizer.close()
-
-    def close(self) -> None:
-        """Blocks up to the senders' linger time if a reader has gone."""
-        self._sender.close()
-        self.receiver.close()
-        self._context.term()
+DIED = FinishReason(kind="abort", message="The engine has died.", status_code=503, err_type="EngineDeadError")
 
 
 class TokenizerManager:
@@ -106,25 +77,27 @@ class TokenizerManager:
         self._grammars = GrammarService(config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send)
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._link: Link | None = None
-        self._receiving: asyncio.Task[None] | None = None
         self._error: EngineDeadError | None = None
-        self._stray_logged = -STRAY_LOG_INTERVAL
+        self.stats = RequestStats()
+        self.watch = _make_watch(config, self.stats)
 
     def start_loop(self) -> None:
         """Bind the receiving socket on the running loop."""
-        self._link = Link(self.config)
         self._monitor = HealthMonitor()
-        self._receiving = asyncio.get_running_loop().create_task(self._receive(self._link))
-        self._receiving.add_done_callback(self._receive_ended)
+        self._link = Link(self.config.ipc, self._take, self._receive_ended)
 
     # --- requests -----------------------------------------------------------------------------------------------------------------
 
-    async def start(self, request: GenerateInput) -> Generation:
+    async def start(self, request: GenerateInput, *, probe: bool = False) -> Generation:
         """Check, tokenise and send a request; nothing is sent before all of it is valid.
 
-        Raises RequestError that names the field, EngineDeadError after a death.
+        A probe leaves nothing in the cache, and no metric or log tells of it. Raises RequestError that names the field,
+        EngineDeadError after a death.
         """
         self._check_open()
+        context = current_context()
+        if request.rid is None and context is not None:
+            request.rid = context.take_rid()
         plan = self._validator.plan(request)
         self._check_room(plan)
         generation = Generation(
@@ -144,16 +117,16 @@ class TokenizerManager:
             raise
         generation.packed_prompts = [message.input_ids for message in messages]
         generation.logprobs = [message.logprobs for message in messages]
-        if self.config.log_requests:
-            self._log_start(plan, messages)
-        for message in messages:
-            self._send_request(message)
+        for index, message in enumerate(messages):
+            message.probe = probe
+            self._send_request(message, plan.texts[index // plan.n] if plan.texts is not None else None)
         return generation
 
-    def _send_request(self, message: GenerateReq) -> None:
+    def _send_request(self, message: GenerateReq, text: str | None) -> None:
         choice = self._table.get(message.rid)
         if choice is None:
             return
+        choice.track.begin(message, text, current_context())
         reason = FinishReason(kind="abort", message="Aborted before it was scheduled.") if choice.aborted else None
         if message.timeout is not None:  # it counts from the request's arrival here
             message.timeout -= time.monotonic() - choice.generation.created
@@ -176,9 +149,9 @@ class TokenizerManager:
         )
         self._deliver(message.rid, choice, output)
 
-    async def generate(self, request: GenerateInput) -> dict[str, Any] | list[dict[str, Any]]:
+    async def generate(self, request: GenerateInput, *, probe: bool = False) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole answer as the JSON of the native /generate: a dict for a single prompt with n == 1, else a list."""
-        return await self._format(await self.start(request), request).whole()
+        return await self._format(await self.start(request, probe=probe), request).whole()
 
     def stream(self, generation: Generation, request: GenerateInput) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of the native /generate. Closing the iterator early aborts; one never iterated needs ``generation.abort``."""
@@ -294,7 +267,7 @@ class TokenizerManager:
         """Give every waiter, and every later call, this error. From any thread; the first error stays."""
         if self._error is None:
             self._error = error
-        loop = self._receiving.get_loop() if self._receiving is not None else None
+        loop = self._link.loop if self._link is not None else None
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody waits
                 loop.call_soon_threadsafe(self._fail_waiters)
@@ -302,6 +275,8 @@ class TokenizerManager:
     def _fail_waiters(self) -> None:
         for generation in self._table.generations():
             generation.fail(self._new_error())
+        for choice in self._table.choices():
+            self.watch.failed(choice.track, DIED)
         self._table.clear()
         self._calls.fail(self._new_error)
 
@@ -323,12 +298,9 @@ class TokenizerManager:
         self._sessions.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
-        if self._link is None or self._receiving is None:
-            return
         link, self._link = self._link, None
-        self._receiving.cancel()
-        await asyncio.wait([self._receiving])
-        link.close()
+        if link is not None:
+            await link.close()
 
     def _new_error(self) -> EngineDeadError:
         """One exception object per waiter: raising one from several tasks would mix their tracebacks."""
@@ -363,34 +335,30 @@ class TokenizerManager:
         if self._link is not None:
             self._link.send(message)
 
-    async def _receive(self, link: Link) -> None:
-        while True:
-            message = await link.receiver.receive()
-            if isinstance(message, TextOutput):
-                self._take_rows(message)
-                await asyncio.sleep(0)  # receiving does not yield while messages queue up; consumers must have their turn
-            elif isinstance(message, ControlReply):
-                self._calls.take(message)
-            elif isinstance(message, Heartbeat):
-                self._monitor.take(message)
+    def _take(self, message: ToTokenizer) -> None:
+        if isinstance(message, TextOutput):
+            self._take_rows(message)
+        elif isinstance(message, ControlReply):
+            self._calls.take(message)
+        elif isinstance(message, Heartbeat):
+            self._monitor.take(message)
+        else:
+            self.stats.take(message)
 
-    def _receive_ended(self, task: asyncio.Task[None]) -> None:
-        """Nobody waits for the receiving task: if it fails, all requests must know."""
-        if task.cancelled():
-            return
-        error = task.exception()
+    def _receive_ended(self, error: BaseException | None) -> None:
         detail = "".join(traceback.format_exception(error)) if error is not None else ""
         self.fail(EngineDeadError(f"the tokenizer manager cannot receive: {error}", detail))
 
     def _take_rows(self, rows: TextOutput) -> None:
         ids = unpack_ids(rows.token_ids).tolist()
-        logprobs = dict(rows.logprobs)
+        logprobs, timings = dict(rows.logprobs), dict(rows.timings)
         end = 0
         for row, rid in enumerate(rows.rids):
             start, end = end, end + rows.num_ids[row]
             choice = self._table.get(rid)
             if choice is None:
-                self._log_stray(rid)
+                if self._error is None:
+                    self.watch.stray(rid)
                 continue
             output = Output(
                 index=choice.index,
@@ -403,25 +371,18 @@ class TokenizerManager:
                 num_retractions=rows.num_retractions[row],
                 logprobs=logprobs.get(row),
             )
-            self._deliver(rid, choice, output)
+            self._deliver(rid, choice, output, timings.get(row))
 
-    def _deliver(self, rid: str, choice: Choice, output: Output) -> None:
+    def _deliver(self, rid: str, choice: Choice, output: Output, timings: Timings | None = None) -> None:
         self._sessions.take(rid, output.token_ids, output.finish_reason)
         if output.finish_reason is not None:
             self._table.remove(rid)
+        self.watch.row(choice.track, output, timings)
         choice.generation.push(output)
-        if output.finish_reason is not None and self.config.log_requests:
-            log.info("Finish: rid=%s, %s, completion_tokens=%d", rid, output.finish_reason.kind, output.completion_tokens)
 
-    def _log_start(self, plan: RequestPlan, messages: list[GenerateReq]) -> None:
-        for message in messages:
-            num_tokens = len(unpack_ids(message.input_ids))
-            log.info(
-                "Receive: rid=%s, prompt_tokens=%d, stream=%s, %s", message.rid, num_tokens, plan.stream, message.sampling_params
-            )
 
-    def _log_stray(self, rid: str) -> None:
-        now = time.monotonic()
-        if self._error is None and now - self._stray_logged >= STRAY_LOG_INTERVAL:
-            self._stray_logged = now
-            log.warning("output for %r, which is not live, was dropped", rid)
+def _make_watch(config: TokenizerManagerConfig, stats: RequestStats) -> RequestWatch:
+    watchers: list[Watcher] = [stats]
+    if config.log_requests:
+        watchers.append(RequestLog(config.log_requests_level, config.log_requests_format))
+    return RequestWatch(watchers, keep_texts=config.log_requests and config.log_requests_level >= TEXTS)

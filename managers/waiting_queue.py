@@ -6,7 +6,7 @@ that leaves is replaced by the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -39,6 +39,15 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Req]:
         return iter(sorted(self._reqs, key=lambda req: req.arrival))
+
+    def unordered(self) -> Sequence[Req]:
+        """The waiting requests in no order, as they lie."""
+        return self._reqs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all waiting requests."""
+        return int(self._columns["num_tokens"][: len(self._reqs)].sum())
 
     def tick(self, num_tokens: int) -> None:
         """A step with so many tokens was launched."""

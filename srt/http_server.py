@@ -11,10 +11,12 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
+from starlette.routing import BaseRoute
 
 from ..managers.errors import StartError
 from ..version import __version__
-from . import cache_api, http_errors, native_api, openapi, session_api, template_api
+from . import cache_api, http_errors, metrics, native_api, openapi, session_api, template_api
+from .http_metrics import HttpMetrics
 from .openai import routes
 from .overload_gate import OverloadGate
 from .server_args import ServerArgs
@@ -22,7 +24,7 @@ from .server_state import ServerState
 
 KEEP_ALIVE_SECONDS = 5
 BACKLOG = 2048
-PROBE_PATHS = ("/health", "/livez", "/readyz", "/metrics")
+PROBE_PATHS = ("/health", "/livez", "/readyz", "/startupz", "/metrics")
 
 
 def create_app(state: ServerState) -> FastAPI:
@@ -38,8 +40,15 @@ def create_app(state: ServerState) -> FastAPI:
     cache_api.install(app)
     template_api.install(app)
     routes.install(app)
+    if state.args.enable_metrics:
+        metrics.install(app, state)
     openapi.install(app)
+    app.add_middleware(HttpMetrics, counts=state.http_counts, routes=frozenset(path for path in map(_path, app.routes) if path))
     return app
+
+
+def _path(route: BaseRoute) -> str:
+    return getattr(route, "path", "")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -160,7 +160,7 @@ async def health_generate(request: Request) -> Response:
     )
     try:
         async with asyncio.timeout(PROBE_TIMEOUT):
-            await unless_disconnected(request, state.serving().generate(probe))
+            await unless_disconnected(request, state.serving().generate(probe, probe=True))
     except (TimeoutError, BanyanError) as error:
         if str(error) == QUEUE_FULL_MESSAGE:  # overload is no illness
             return PlainTextResponse("")

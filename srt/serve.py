@@ -172,7 +172,7 @@ async def _warm_up(tm: TokenizerManager) -> None:
     ids: list[int] = tm.tokenizer.encode(WARM_UP_TEXT)[: tm.info.max_req_input_len]
     room = max(0, min(tm.info.max_req_len, tm.info.model.context_len) - len(ids))
     params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": min(WARM_UP_TOKENS, room)}
-    await tm.generate(GenerateInput(input_ids=ids, sampling_params=params))
+    await tm.generate(GenerateInput(input_ids=ids, sampling_params=params), probe=True)
     await tm.flush_cache(timeout=1.0)
 
 

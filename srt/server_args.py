@@ -205,7 +205,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     crash_dump_folder: Annotated[
         str | None, Meta(description="Folder for the last 200 turns of a scheduler that dies; unset: none are written")
     ] = None
-    log_requests: Annotated[bool, Meta(description="Log each request with its parameters (not its text)")] = False
+    log_requests: Annotated[bool, Meta(description="Log one line per request when it ends")] = False
+    log_requests_level: Annotated[
+        int,
+        Meta(ge=0, le=3, description="0: id, counts and times; 1: sampling parameters too; 2: texts, cut short; 3: whole texts"),
+    ] = 1
+    log_requests_format: Annotated[Literal["text", "json"], Meta(description="Form of these lines")] = "text"
+    enable_metrics: Annotated[bool, Meta(description="Serve metrics for Prometheus at /metrics")] = False
     decode_log_interval: Annotated[Positive, Meta(description="Decode steps between two log lines")] = 40
     strict: Annotated[bool, Meta(description="A breach of the KV slot invariant ends the server instead of being repaired")] = False
 
@@ -351,6 +357,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             reasoning_parser=self.reasoning_parser,
             max_top_logprobs=self.max_top_logprobs,
             log_requests=self.log_requests,
+            log_requests_level=self.log_requests_level,
+            log_requests_format=self.log_requests_format,
             max_sessions=self.max_sessions,
             streaming_sessions=not self.disable_radix_cache,
             random_seed=self.random_seed,

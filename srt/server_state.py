@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
+from .http_metrics import HttpCounts
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -24,6 +25,7 @@ class ServerState:
         self.chat_template: ChatTemplate | None = None
         self.created = int(time.time())
         self.startup_time: float | None = None
+        self.http_counts = HttpCounts()
         self._begin = time.monotonic()
         self._warm = False
 

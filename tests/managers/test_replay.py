@@ -398,6 +398,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         grammar_key="?",
         logprobs=LogprobParams(start_len=1),
         timeout=1.0,
+        probe=True,
     )
     kept = disguised(full, NoDisguise())
     assert isinstance(kept, GenerateReq)

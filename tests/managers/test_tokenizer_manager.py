@@ -195,6 +195,8 @@ def test_a_single_answer() -> None:
         assert item == {"text": " there", "output_ids": [7, 8, 9], "prompt_token_ids": [104, 105]}
         assert meta.pop("e2e_latency") >= 0
         assert meta.pop("response_sent_to_client_ts") > 1e9
+        assert meta.pop("time_to_first_token") >= 0
+        assert meta.pop("tokenize_time") >= 0
         assert meta == {
             "id": "r",
             "finish_reason": {"type": "stop", "matched": 9},

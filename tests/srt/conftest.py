@@ -139,7 +139,7 @@ class FakeManager:
         )
         generation.push(output)
 
-    async def generate(self, request: GenerateInput) -> Any:
+    async def generate(self, request: GenerateInput, *, probe: bool = False) -> Any:
         return await self._format(await self.start(request), request).whole()
 
     def stream(self, generation: Generation, request: GenerateInput) -> Any:

@@ -1,0 +1,258 @@
+"""GET /metrics in Prometheus' text format: SGLang's names, vLLM's for what is the same, and our own under ``banyan:``.
+
+Everything is read when it is asked for: counting costs a request a few additions, and a scrape cannot fail one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, FastAPI
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector, CollectorRegistry
+from starlette.responses import Response
+
+from ..managers.tally import Counter, Histogram, Series
+from .http_metrics import HttpCounts
+
+if TYPE_CHECKING:
+    from ..managers.tokenizer_manager import TokenizerManager
+    from .server_state import ServerState
+
+# gauges of the scheduler's report, with what they mean; the name is sglang:<name>
+GAUGES = {
+    "num_running_reqs": "Requests that run",
+    "num_queue_reqs": "Requests that wait",
+    "num_used_tokens": "KV slots that requests, sessions and pins hold",
+    "token_usage": "Share of the KV slots that are held",
+    "max_total_num_tokens": "All KV slots",
+    "kv_available_tokens": "Free KV slots",
+    "kv_evictable_tokens": "KV slots of cached prefixes that nothing holds",
+    "kv_used_tokens": "KV slots that are not free",
+    "page_size": "KV slots per page",
+    "num_pages": "Pages of the KV cache",
+    "gen_throughput": "Output tokens per second over the last second",
+    "cache_hit_rate": "Share of prompt tokens found in the cache over the last second with prompts",
+    "utilization": "Running requests as a share of those that may run",
+    "new_token_ratio": "Share of their output limit that requests are admitted with",
+    "num_paused_reqs": "Requests that a pause holds",
+    "num_retracted_reqs": "Requests that wait because they were retracted",
+    "decode_sum_seq_lens": "Tokens that the running requests attend to",
+}
+OWN_GAUGES = {
+    "num_pending_tokens": "Prompt tokens that wait to be computed",
+    "num_cached_tokens": "Tokens in the prefix cache",
+    "queue_stuck_seconds": "Seconds since anything was admitted while requests wait",
+}
+# counters of the scheduler's report: the exposed name, the report's name
+TOTALS = {
+    "sglang:num_retracted_requests": ("num_retracted_requests", "Requests that lost their KV for want of memory"),
+    "sglang:num_retracted_input_tokens": ("num_retracted_input_tokens", "Their prompt tokens"),
+    "sglang:num_retracted_output_tokens": ("num_retracted_output_tokens", "Their output tokens so far"),
+    "sglang:evicted_tokens": ("evicted_tokens", "Tokens that left the prefix cache for want of memory"),
+    "vllm:num_preemptions": ("num_retracted_requests", "Requests that lost their KV for want of memory"),
+    "vllm:prefix_cache_queries": ("cache_query_tokens", "Prompt tokens that were looked up in the prefix cache"),
+    "vllm:prefix_cache_hits": ("cache_hit_tokens", "Prompt tokens that were found there"),
+}
+SAME_GAUGES = {
+    "vllm:num_requests_running": ("num_running_reqs", "Requests that run"),
+    "vllm:num_requests_waiting": ("num_queue_reqs", "Requests that wait"),
+    "vllm:kv_cache_usage_perc": ("token_usage", "Share of the KV slots that are held"),
+}
+# counters of requests: name, report under vLLM's name too, labels, help
+COUNTERS = {
+    "prompt_tokens": (True, ("is_streaming",), "Prompt tokens of finished requests"),
+    "generation_tokens": (True, ("is_streaming",), "Output tokens of finished requests"),
+    "cached_tokens": (False, ("cache_source",), "Prompt tokens of finished requests that were found in a cache"),
+    "num_requests": (False, ("is_streaming",), "Requests that ended"),
+    "num_aborted_requests": (False, (), "Requests that were aborted"),
+    "num_so_requests": (False, (), "Requests with structured output"),
+}
+# histograms of requests: labels, vLLM's name or "", help
+HISTOGRAMS = {
+    "time_to_first_token_seconds": (("is_streaming",), "time_to_first_token_seconds", "From arrival to the first token"),
+    "inter_token_latency_seconds": ((), "inter_token_latency_seconds", "Between two tokens"),
+    "e2e_request_latency_seconds": (("is_streaming",), "e2e_request_latency_seconds", "From arrival to the end"),
+    "queue_time_seconds": ((), "request_queue_time_seconds", "From the scheduler's queue to the first step"),
+    "per_stage_req_latency_seconds": (("stage",), "", "In each phase of a request"),
+    "prompt_tokens_histogram": ((), "request_prompt_tokens", "Tokens of prompts"),
+    "uncached_prompt_tokens_histogram": ((), "request_prefill_kv_computed_tokens", "Tokens of prompts that were computed"),
+    "generation_tokens_histogram": ((), "request_generation_tokens", "Tokens of outputs"),
+    "request_time_per_output_token_seconds": ((), "request_time_per_output_token_seconds", "Mean time between tokens of a request"),
+}
+STAGES = {"prefill": "request_prefill_time_seconds", "decode": "request_decode_time_seconds"}
+
+router = APIRouter()
+
+
+class EngineCollector(Collector):
+    """One server's metrics."""
+
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _http(self._state.http_counts)
+        tm = self._state.tm
+        if tm is None:
+            return
+        name = tm.config.served_model_name
+        request = {"model_name": name, "engine_type": "unified"}
+        scheduler = {**request, "tp_rank": "0", "pp_rank": "0", "moe_ep_rank": "0"}
+        vllm = {"model_name": name, "engine": "0"}
+        yield from _scheduler_gauges(tm, scheduler, vllm)
+        yield from _scheduler_totals(tm, scheduler, vllm)
+        yield from _request_counters(tm, request, vllm)
+        yield from _request_histograms(tm, request, vllm)
+        yield from _own(self._state, tm, request)
+
+
+def exposition(state: ServerState) -> bytes:
+    """The reply's body."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(state))
+    return generate_latest(registry)
+
+
+def install(app: FastAPI, state: ServerState) -> None:
+    """Add the route."""
+
+    async def metrics() -> Response:
+        """All metrics, for Prometheus."""
+        return Response(exposition(state), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    app.get("/metrics", response_class=Response)(metrics)
+
+
+# --- families ---------------------------------------------------------------------------------------------------------------------
+
+Labels = dict[str, str]
+
+
+def _gauge(name: str, text: str, labels: Labels, value: float) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _total(name: str, text: str, labels: Labels, values: Iterable[tuple[tuple[str, ...], float]], more: tuple[str, ...]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[*labels, *more])
+    for own, value in values:
+        family.add_metric([*labels.values(), *own], value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: Labels, source: Histogram, more: tuple[str, ...]) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=[*labels, *more])
+    bounds = [f"{bound:g}" for bound in source.bounds] + ["+Inf"]
+    for own, series in (source.series or ({(): Series([0] * len(bounds))} if not more else {})).items():
+        buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+        family.add_metric([*labels.values(), *own[: len(more)]], buckets=buckets, sum_value=series.total)
+    return family
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------------------------
+
+
+def _scheduler_gauges(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Iterator[Metric]:
+    gauges = tm.stats.report.gauges
+    for prefix, table in (("sglang", GAUGES), ("banyan", OWN_GAUGES)):
+        for name, text in table.items():
+            if name in gauges:
+                yield _gauge(f"{prefix}:{name}", text, labels, gauges[name])
+    for name, (source, text) in SAME_GAUGES.items():
+        if source in gauges:
+            yield _gauge(name, text, vllm, gauges[source])
+    info = tm.info
+    yield _gauge("sglang:context_len", "Longest sequence", labels, info.model.context_len)
+    sizes = {"page_size": str(info.page_size), "num_pages": str(info.max_total_num_tokens // info.page_size)}
+    yield _gauge("sglang:cache_config_info", "Shape of the KV cache", {**labels, **sizes}, 1)
+    blocks = {"block_size": sizes["page_size"], "num_gpu_blocks": sizes["num_pages"]}
+    yield _gauge("vllm:cache_config_info", "Shape of the KV cache", {**vllm, **blocks}, 1)
+
+
+def _scheduler_totals(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Iterator[Metric]:
+    stats = tm.stats
+    for name, (source, text) in TOTALS.items():
+        yield _total(name, text, vllm if name.startswith("vllm") else labels, [((), stats.total(source))], ())
+    modes = {"prefill_compute": "num_prefill_tokens", "prefill_cache": "num_cached_prompt_tokens", "decode": "num_decode_tokens"}
+    values = [((mode,), stats.total(source)) for mode, source in modes.items()]
+    yield _total("sglang:realtime_tokens", "Tokens as they are computed", labels, values, ("mode",))
+    kinds = [((kind,), stats.total(f"forward_seconds_{kind}")) for kind in ("prefill", "decode", "mixed")]
+    yield _total("sglang:forward_execution_seconds", "Time on the device by kind of step", labels, kinds, ("category",))
+    cpu = [(("scheduler",), stats.total("process_cpu_seconds")), (("tokenizer_manager",), time.process_time())]
+    yield _total("sglang:process_cpu_seconds", "CPU time of the processes", labels, cpu, ("component",))
+
+
+def _request_counters(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Iterator[Metric]:
+    counters = tm.stats.counters
+    for name, (also_vllm, more, text) in COUNTERS.items():
+        values = _values(counters[name], more)
+        yield _total(f"sglang:{name}", text, labels, values, more)
+        if also_vllm:
+            yield _total(f"vllm:{name}", text, vllm, [((), math.fsum(value for _, value in values))], ())
+    success = [(own, value) for own, value in counters["request_success"].values.items()]
+    yield _total("vllm:request_success", "Requests that ended, by reason", vllm, success, ("finished_reason",))
+    errors = [(own, value) for own, value in counters["request_errors"].values.items()]
+    yield _total("banyan:request_errors", "Requests that failed or were aborted, by class", labels, errors, ("class",))
+
+
+def _values(counter: Counter, more: tuple[str, ...]) -> list[tuple[tuple[str, ...], float]]:
+    """Rates need a beginning: a counter without labels of its own is 0 from the start."""
+    return list(counter.values.items()) or ([((), 0.0)] if not more else [])
+
+
+def _request_histograms(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Iterator[Metric]:
+    histograms = tm.stats.histograms
+    for name, (more, same, text) in HISTOGRAMS.items():
+        source = histograms[name]
+        yield _histogram(f"sglang:{name}", text, labels, source, more)
+        if same:
+            yield _histogram(f"vllm:{same}", text, vllm, _merged(source) if more else source, ())
+    stages = histograms["per_stage_req_latency_seconds"]
+    for stage, same in STAGES.items():
+        one = Histogram(stages.clamped, stages.bounds, {(): found} if (found := stages.series.get((stage,))) else {})
+        yield _histogram(f"vllm:{same}", f"In the phase {stage}", vllm, one, ())
+
+
+def _merged(source: Histogram) -> Histogram:
+    """All series as one."""
+    merged = Histogram(source.clamped, source.bounds)
+    for series in source.series.values():
+        for bound, count in zip([*source.bounds, math.inf], series.counts, strict=True):
+            if count:
+                merged.observe(min(bound, 1e300), times=count)
+    if () in merged.series:
+        merged.series[()].total = math.fsum(series.total for series in source.series.values())
+    return merged
+
+
+def _own(state: ServerState, tm: TokenizerManager, labels: Labels) -> Iterator[Metric]:
+    stats = tm.stats
+    yield _gauge("banyan:ready", "1 while new requests are taken", labels, float(state.unready_reason() is None))
+    yield _gauge("banyan:num_live_requests", "Requests that have not ended", labels, tm.num_live)
+    yield _total(
+        "banyan:restarts",
+        "Times that the engine's processes were started again",
+        labels,
+        _values(stats.counters["restarts"], ()),
+        (),
+    )
+    yield _total("banyan:metrics_clamped", "Values that were negative or no number", labels, [((), stats.clamped.count)], ())
+    if state.startup_time is not None:
+        yield _gauge("sglang:startup_time_seconds", "From the start to readiness", {**labels, "phase": "total"}, state.startup_time)
+
+
+def _http(counts: HttpCounts) -> Iterator[Metric]:
+    yield _total("sglang:http_requests", "HTTP requests", {}, list(counts.requests.values.items()), ("endpoint", "method"))
+    responses = list(counts.responses.values.items())
+    yield _total("sglang:http_responses", "HTTP responses", {}, responses, ("endpoint", "status_code", "method"))
+    active = GaugeMetricFamily("sglang:http_requests_active", "HTTP requests under way", labels=["endpoint", "method"])
+    for own, value in counts.active.items():
+        active.add_metric(list(own), value)
+    yield active

@@ -1,0 +1,148 @@
+"""/metrics, the log of requests and the probes of a server over the token oracle."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from server import Server, oracle_folder, running, until
+
+TABLE = {
+    *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:gen_throughput", "sglang:cache_hit_rate"),
+    *("sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:cached_tokens_total", "sglang:num_requests_total"),
+    *("sglang:time_to_first_token_seconds_bucket", "sglang:inter_token_latency_seconds_sum", "sglang:queue_time_seconds_count"),
+    *("sglang:e2e_request_latency_seconds_bucket", "sglang:realtime_tokens_total", "sglang:evicted_tokens_total"),
+    *("sglang:num_retracted_requests_total", "sglang:num_aborted_requests_total", "sglang:max_total_num_tokens"),
+    *("sglang:per_stage_req_latency_seconds_bucket", "sglang:http_requests_total", "sglang:http_responses_total"),
+    *("sglang:cache_config_info", "sglang:startup_time_seconds", "banyan:queue_stuck_seconds", "banyan:restarts_total"),
+    *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"),
+    *("vllm:prompt_tokens_total", "vllm:request_success_total", "vllm:time_to_first_token_seconds_bucket"),
+    *("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total", "vllm:num_preemptions_total"),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("metrics")
+    options = ("--enable-metrics", "--log-requests", "--log-requests-format", "json", "--log-level-http", "info")
+    with running(oracle_folder(folder / "model"), folder / "run", *options) as server:
+        yield server
+
+
+def samples(server: Server) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+    """name -> labels -> value."""
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    for family in text_string_to_metric_families(server.http.get("/metrics").text):
+        for sample in family.samples:
+            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+def total(server: Server, name: str) -> float:
+    return sum(samples(server).get(name, {}).values())
+
+
+def finished(server: Server) -> list[dict[str, object]]:
+    lines = [line.partition("{")[2] for line in server.text().splitlines() if '"request.finished"' in line]
+    return [json.loads("{" + line) for line in lines]
+
+
+def test_what_dashboards_ask_for_is_there_and_counts(server: Server) -> None:
+    before = samples(server)
+    for _ in range(3):
+        server.generate(text="one two three", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    server.stream(text="four five", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    after = samples(server)
+    assert set(after) >= TABLE
+    for name, more in (
+        ("sglang:num_requests_total", 4),
+        ("sglang:generation_tokens_total", 20),
+        ("vllm:generation_tokens_total", 20),
+    ):
+        assert sum(after[name].values()) - sum(before.get(name, {}).values()) == more, name
+    (labels, *_) = after["sglang:time_to_first_token_seconds_count"]
+    assert {name for name, _ in labels} == {"model_name", "engine_type", "is_streaming"}
+    until(lambda: total(server, "sglang:cached_tokens_total") > 0)
+    until(lambda: total(server, "vllm:prefix_cache_hits_total") > 0)
+
+
+def test_promtool_accepts_it(server: Server) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=server.http.get("/metrics").text, capture_output=True, text=True, timeout=30
+    )
+    assert checked.returncode in (0, 3), checked.stdout + checked.stderr  # 3: advice on names, which are others' here
+    assert "error while linting" not in checked.stdout + checked.stderr
+
+
+def test_one_line_per_request_with_counts_and_times_and_no_text(server: Server) -> None:
+    answer = server.generate(text="secret words", sampling_params={"max_new_tokens": 4, "ignore_eos": True})
+    rid = answer["meta_info"]["id"]
+    until(lambda: any(line["rid"] == rid for line in finished(server)))
+    (line,) = [line for line in finished(server) if line["rid"] == rid]
+    assert line["completion_tokens"] == 4
+    assert {"e2e_s", "ttft_s", "tokenize_s", "queue_s", "prefill_s", "decode_s"} <= set(line)
+    assert "secret" not in server.text()
+
+
+def test_meta_info_tells_the_phases(server: Server) -> None:
+    meta = server.generate(text="some words", sampling_params={"max_new_tokens": 4, "ignore_eos": True})["meta_info"]
+    phases = [meta[f"{name}_time"] for name in ("tokenize", "queue", "prefill", "decode")]
+    assert min(phases) >= 0
+    assert sum(phases) <= meta["e2e_latency"] + 0.01
+    assert meta["time_to_first_token"] <= meta["e2e_latency"]
+
+
+def test_the_request_id_is_echoed(server: Server) -> None:
+    body = {"text": "a", "sampling_params": {"max_new_tokens": 1}}
+    given = server.http.post("/generate", json=body, headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    made = server.http.post("/generate", json=body)
+    assert made.headers["x-request-id"] == made.json()["meta_info"]["id"]
+    odd = server.http.post("/generate", json=body, headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] == odd.json()["meta_info"]["id"]
+
+
+def test_probes_leave_no_trace_in_log_cache_and_metrics(server: Server) -> None:
+    until(server.at_rest)
+    before, log, cache = samples(server), len(finished(server)), server.http.get("/radix_cache").json()
+    for path in ("/health", "/livez", "/readyz", "/health_generate", "/metrics"):
+        assert server.http.get(path).status_code == 200
+    assert server.http.get("/radix_cache").json() == cache
+    after = samples(server)
+    names = [name for name in after if name.startswith(("sglang:num_requests", "sglang:time_to", "vllm:request_success"))]
+    assert {name: after[name] for name in names} == {name: before.get(name) for name in names}
+    assert len(finished(server)) == log
+    assert not [line for line in server.text().splitlines() if "GET /" in line and ("/health" in line or "/metrics" in line)]
+    assert "HEALTH_CHECK" not in server.text()
+
+
+def test_paths_that_clients_make_up_are_no_labels(server: Server) -> None:
+    server.http.get("/made/up")
+    endpoints = {dict(labels)["endpoint"] for labels in samples(server)["sglang:http_requests_total"]}
+    assert "other" in endpoints
+    assert "/made/up" not in endpoints
+
+
+def test_without_the_option_there_is_no_metrics_route(tmp_path: Path) -> None:
+    server = Server(oracle_folder(tmp_path / "model"), tmp_path / "run")
+    try:
+        server.wait_ready()
+        assert server.http.get("/metrics").status_code == 404
+        server.terminate()
+    finally:
+        server.close()
+
+
+def test_the_scheduler_logs_its_batches_in_the_known_form(server: Server) -> None:
+    server.generate(text="several words here", sampling_params={"max_new_tokens": 60, "ignore_eos": True})
+    until(lambda: "Decode batch, #running-req: 1, #token: " in server.text())
+    assert ", #pending-token: 0, cuda graph: False, input throughput (token/s): " in server.text()
+    assert ", cuda graph: False, gen throughput (token/s): " in server.text()
