@@ -40,7 +40,7 @@ def _fail(error: Exception) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(prog="banyan", description="A serving engine for language models.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,fetch,replay,version}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,fetch,build-kernels,replay,version}")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP.")
     serve.set_defaults(run=_serve)
@@ -55,6 +55,14 @@ def make_parser() -> argparse.ArgumentParser:
     fetch.add_argument("model", nargs="?", default="smollm2", help="alias or hub id (default: smollm2)")
     fetch.add_argument("--revision", help="branch, tag or commit of a model from the hub")
     fetch.add_argument("--download-dir", help="folder for downloaded models, if not the user's cache folder")
+
+    kernels = commands.add_parser(
+        "build-kernels",
+        help="build the native CPU kernels",
+        description="Build the native CPU kernels into the user's cache folder, so that the first start need not. BANYAN_CPU_ISA "
+        "names an instruction set (generic, avx2, avx512, avx512_bf16), if not the best that the CPU has; CXX names the compiler.",
+    )
+    kernels.set_defaults(run=_build_kernels)
 
     replay = commands.add_parser(
         "replay",
@@ -87,6 +95,13 @@ def _fetch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
     print(resolve_model(options.model, options.revision, options.download_dir).path)
     return 0
+
+
+def _build_kernels(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    import subprocess
+
+    package = __package__.rpartition(".")[0]  # a child: nothing here may import what computes
+    return subprocess.run([sys.executable, "-m", f"{package}.layers.kernels.cpu.build"], check=False).returncode
 
 
 def _replay(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:

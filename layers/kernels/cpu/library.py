@@ -1,0 +1,102 @@
+"""The native library of this process: loaded once through ctypes, or the reason why there is none.
+
+BANYAN_CPU_KERNELS=0 turns it off; BANYAN_CPU_ISA forces a level (see build.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401 - first: the library must find its OpenMP loaded, two of them fight for the cores
+
+from .build import BuildError, build, choose_level
+
+log = logging.getLogger(__name__)
+
+ABI = 1
+# Name -> (result, arguments) of every function of kernels.h that Python calls. Pointers to data are integers.
+PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "bny_abi": (c_int32, ()),
+    "bny_isa": (c_char_p, ()),
+    "bny_read_memory": (c_uint64, (c_void_p, c_int64)),
+    "bny_peak_flops": (c_double, (c_int64, c_void_p)),
+    "bny_linear_bytes": (c_int64, (c_int32, c_int64, c_int64)),
+    "bny_pack_f32": (None, (c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "bny_pack_bf16": (None, (c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "bny_unpack": (None, (c_void_p, c_void_p)),
+    "bny_linear_scratch": (c_int64, (c_void_p, c_int64)),
+    "bny_linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+}
+
+
+class LinearStruct(ctypes.Structure):
+    """bny_linear_t."""
+
+
+LinearStruct._fields_ = [
+    ("kind", c_int32),
+    ("reserved", c_int32),
+    ("n", c_int64),
+    ("k", c_int64),
+    ("data", c_void_p),
+    ("bias", POINTER(c_float)),
+    ("next", POINTER(LinearStruct)),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The library in use. ``lib`` has the functions of kernels.h as attributes, typed."""
+
+    lib: ctypes.CDLL
+    isa: str
+    path: Path
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class NotNative:
+    """There is none; ``why`` is one line."""
+
+    why: str
+
+
+@functools.cache
+def native_kernels() -> Native | NotNative:
+    """Build if need be and load, once per process; logs one line where the library cannot be had.
+
+    Raises ValueError where BANYAN_CPU_ISA asks for what the CPU lacks.
+    """
+    if os.environ.get("BANYAN_CPU_KERNELS", "1") == "0":
+        return NotNative("off: BANYAN_CPU_KERNELS is 0")
+    level, why = choose_level()
+    try:
+        return load(level, why)
+    except BuildError as error:
+        log.warning("No native CPU kernels, torch computes instead: %s", error)
+        return NotNative(f"off: {error}")
+
+
+@functools.cache
+def load(level: str, why: str = "as given") -> Native:
+    """The library of a level. Raises BuildError."""
+    built = build(level)
+    if built.seconds is not None:
+        log.info("Native CPU kernels for %s built in %.1f s: %s", level, built.seconds, built.path)
+    try:
+        lib = ctypes.CDLL(str(built.path))
+    except OSError as error:
+        raise BuildError(f"{built.path} does not load: {error}") from None
+    for name, (result, arguments) in PROTOTYPES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, list(arguments)
+    if lib.bny_abi() != ABI or lib.bny_isa().decode() != level:
+        raise BuildError(f"{built.path} is not the library that was asked for")
+    return Native(lib, level, built.path, f"{level} ({why}), {built.path}")

@@ -1,0 +1,32 @@
+// bny_linear: the region, and the chain of its links.
+#include "linear.h"
+
+extern "C" int64_t bny_linear_bytes(int32_t kind, int64_t n, int64_t k) {
+  int64_t panel = n > 0 && k > 0 ? panel_bytes(kind, k) : -1;
+  return panel < 0 ? -1 : div_up(n, NR) * panel;
+}
+
+extern "C" int64_t bny_linear_scratch(const bny_linear_t* l, int64_t m) {
+  int64_t most = 0;
+  for (; l; l = l->next) {
+    int64_t need = float_scratch(l, m);
+    most = need > most ? need : most;
+  }
+  return most;
+}
+
+extern "C" void bny_linear(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
+  int64_t n = 0;
+  for (const bny_linear_t* link = l; link; link = link->next) n += link->n;
+#pragma omp parallel num_threads(bny_threads(n * l->k * m))
+  {
+    float* out = y;
+    for (const bny_linear_t* link = l; link; link = link->next) {
+      float_rows(link, x, ldx, out, ldy, m, scratch);
+      out += link->n;
+      if (link->next) {
+#pragma omp barrier  // the scratch is the next link's
+      }
+    }
+  }
+}

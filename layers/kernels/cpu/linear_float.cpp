@@ -1,0 +1,172 @@
+// Float32 and bfloat16 weights. Without instructions that multiply bfloat16 a weight becomes float32 in a register.
+#include "linear.h"
+
+namespace {
+
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+enum { MR = 12 };
+#elif defined(__AVX2__)
+enum { MR = 6 };
+#else
+enum { MR = 5 };
+#endif
+enum { ROWS_PER_TILE = 8 * MR };  // of x, that stay in cache while the panels pass
+
+struct FloatRows {
+  const float* x;
+  int64_t ldx;
+};
+
+struct F32 {
+  template <int M, int P>
+  static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
+    const float* w = (const float*)(t.panel + panel * t.stride);
+    const float* x = rows.x + row * rows.ldx;
+    const int64_t stride = t.stride / 4, ldx = rows.ldx;
+    vf acc[M][2 * P];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
+    for (int64_t k = 0; k < t.k; k++) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        vf b = vf_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + k]), b, acc[m][v]);
+      }
+    }
+    finish<M, P>(t, panel, row, acc);
+  }
+
+  template <int M, int P>
+  BNY_INLINE void finish(const Tile& t, int64_t panel, int64_t row, const vf (&acc)[M][2 * P]) {
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      const int64_t at = panel * NR;
+      store_row(t.y + (row + m) * t.ldy + at, acc[m], 2 * P, t.n - at, t.bias ? t.bias + at : nullptr);
+    }
+  }
+};
+
+#if defined(BNY_DOT_BF16)
+
+// x rounded to bfloat16, two values to a word, in scratch.
+struct PairRows {
+  const uint32_t* x;
+  int64_t ldx;
+};
+
+struct BF16 {
+  template <int M, int P>
+  static void call(const Tile& t, int64_t panel, const PairRows& rows, int64_t row) {
+    const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);
+    const uint32_t* x = rows.x + row * rows.ldx;
+    const int64_t stride = t.stride / 4, ldx = rows.ldx, pairs = div_up(t.k, 2);
+    vf acc[M][2 * P];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
+    for (int64_t k = 0; k < pairs; k++) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        __m512bh b = (__m512bh)vi_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = _mm512_dpbf16_ps(acc[m][v], (__m512bh)vi_set1((int)x[m * ldx + k]), b);
+      }
+    }
+    F32::finish<M, P>(t, panel, row, acc);
+  }
+};
+
+void round_row(const float* x, int64_t k, uint32_t* out) {
+  uint16_t* halves = (uint16_t*)out;
+  int64_t i = 0;
+  for (; i + 32 <= k; i += 32) _mm512_storeu_si512(halves + i, (__m512i)_mm512_cvtne2ps_pbh(vf_load(x + i + 16), vf_load(x + i)));
+  for (; i < k; i++) halves[i] = f32_to_bf16(x[i]);
+  if (k % 2) halves[k] = 0;
+}
+
+#else
+
+struct BF16 {
+  template <int M, int P>
+  static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
+    const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);
+    const float* x = rows.x + row * rows.ldx;
+    const int64_t stride = t.stride / 4, ldx = rows.ldx, pairs = t.k / 2;
+    vf acc[M][2 * P];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
+    for (int64_t k = 0; k < pairs; k++) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        vi words = vi_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
+        vf low = vf_low_bf16(words), high = vf_high_bf16(words);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + 2 * k]), low, acc[m][v]);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + 2 * k + 1]), high, acc[m][v]);
+      }
+    }
+    if (t.k % 2) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        vf low = vf_low_bf16(vi_load(w + (v / 2) * stride + pairs * NR + (v % 2) * VL));
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + 2 * pairs]), low, acc[m][v]);
+      }
+    }
+    F32::finish<M, P>(t, panel, row, acc);
+  }
+};
+
+#endif
+
+// This thread's share of the tiles: [rows in tiles] x [panels], panels the faster index.
+template <class Kernel, class Rows, class At>
+void run(const bny_linear_t* l, float* y, int64_t ldy, int64_t m, const At& at) {
+  const int64_t panels = div_up(l->n, NR), tiles = div_up(m, ROWS_PER_TILE);
+  int64_t begin, end;
+  bny_share(tiles * panels, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
+  while (begin < end) {
+    const int64_t tile = begin / panels, panel = begin % panels;
+    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
+    const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
+    const Rows rows = at(first);
+    run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, rows, last - first);
+    begin += count;
+  }
+}
+
+}  // namespace
+
+void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
+  auto plain = [&](int64_t row) { return FloatRows{x + row * ldx, ldx}; };
+  if (l->kind == BNY_F32) {
+    run<F32, FloatRows>(l, y, ldy, m, plain);
+    return;
+  }
+#if defined(BNY_DOT_BF16)
+  const int64_t words = div_up(l->k, 2);
+  uint32_t* pairs = (uint32_t*)scratch;
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < m; row++) round_row(x + row * ldx, l->k, pairs + row * words);
+  run<BF16, PairRows>(l, y, ldy, m, [&](int64_t row) { return PairRows{pairs + row * words, words}; });
+#else
+  (void)scratch;
+  run<BF16, FloatRows>(l, y, ldy, m, plain);
+#endif
+}
+
+int64_t float_scratch(const bny_linear_t* l, int64_t m) {
+#if defined(BNY_DOT_BF16)
+  return l->kind == BNY_BF16 ? round_up(m * div_up(l->k, 2) * 4, 64) : 0;
+#else
+  (void)l, (void)m;
+  return 0;
+#endif
+}
