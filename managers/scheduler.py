@@ -10,7 +10,7 @@ import logging
 
 import numpy as np
 
-from ..model_executor.step import Runner, StepHandle
+from ..model_executor.step import FatalStepError, Runner, StepHandle
 from .constrained import StepMasks
 from .faults import Faults
 from .io_struct import FinishReason
@@ -93,10 +93,15 @@ class Scheduler:
         return self.runner.launch(batch.step)
 
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
-        """Wait for the step and take its results in. A step that raised fails the requests that were in it, and only those."""
+        """Wait for the step and take its results in. A step that raised fails the requests that were in it, and only those.
+
+        Raises FatalStepError.
+        """
         try:
             with self.stats.waiting():
                 output = handle.wait()
+        except FatalStepError:
+            raise
         except Exception as error:
             logger.exception("a forward step failed; its %d requests are aborted", len(batch.rows))
             reason = FinishReason(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .gguf_quants import Floats, GGUFError, dequantize, tensor_type
+from .gguf_quants import Floats, GGUFError, block_size, dequantize, tensor_type
 
 __all__ = ["GGUFError", "GGUFFile", "GGUFTensor"]
 
@@ -82,6 +82,28 @@ class GGUFFile:
             return dequantize(self.raw(name), t.type).reshape(t.shape)
         except GGUFError as e:
             raise GGUFError(f"{self.path}: {name}: {e}") from None
+
+    def part(self, name: str, dim: int, start: int, stop: int) -> Floats:
+        """The rows (dim 0) or columns (dim 1) [start, stop) of a tensor, of which only the blocks that hold them are read.
+
+        Raises what ``tensor`` raises, and GGUFError where the tensor is smaller.
+        """
+        t = self.tensors[name]
+        if dim >= len(t.shape) or stop > t.shape[dim]:
+            raise GGUFError(
+                f"{self.path}: {name} has shape {list(t.shape)}, which has no part [{start}, {stop}) of dimension {dim}"
+            )
+        if len(t.shape) == 1:
+            return self.tensor(name)[start:stop]
+        num_rows = t.shape[0]
+        rows = self.raw(name).reshape(num_rows, -1)
+        if dim == 0:
+            return dequantize(np.ascontiguousarray(rows[start:stop]).reshape(-1), t.type).reshape(stop - start, *t.shape[1:])
+        block = block_size(t.type)
+        first, last = start // block, -(-stop // block)
+        blocks = rows.reshape(num_rows, t.shape[1] // block, -1)[:, first:last]
+        data = dequantize(np.ascontiguousarray(blocks).reshape(-1), t.type).reshape(num_rows, -1)
+        return np.ascontiguousarray(data[:, start - first * block : stop - first * block])
 
     def _parse(self) -> None:
         self.version = self._u32()

@@ -50,6 +50,16 @@ def tensor_type(type_id: int) -> tuple[str, int, int]:
     return str(kind.name), int(block), int(nbytes)
 
 
+def block_size(type_name: str) -> int:
+    """Weights per block of a type."""
+    for name, block, _ in TYPES.values():
+        if name == type_name:
+            return block
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return int(GGML_QUANT_SIZES[GGMLQuantizationType[type_name]][0])
+
+
 def dequantize(data: npt.NDArray[np.uint8], type_name: str) -> Floats:
     """Decode the bytes of a tensor (1-D, whole blocks) to a flat float32 array of its own memory."""
     if type_name == "F32":

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from .gguf_file import GGUFFile
 from .gguf_quants import Floats
 from .model_config import ModelConfig
+from .shard import Shard, Slice
 
 __all__ = ["WeightsError", "iter_weights", "shape_error"]
 
@@ -30,8 +32,12 @@ def shape_error(name: str, *, expected: Sequence[int], got: Sequence[int]) -> We
     return WeightsError(f"{name} has shape {list(got)}, the config says {list(expected)}")
 
 
-def iter_weights(path: str, load_format: str, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_weights(
+    path: str, load_format: str, config: ModelConfig, shard: Shard | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (parameter name, tensor) for every weight of the checkpoint, one in memory at a time.
+
+    shard: only what that part of the model holds, under its own names; the rest of the file is not read.
 
     ``load_format`` is auto, safetensors or gguf. Tensors come in the dtype of the file (GGUF: float32) and may be read-only views
     of a mapped file: copy, never write. Rotary buffers are left out, and lm_head.weight where the embeddings are tied.
@@ -42,12 +48,19 @@ def iter_weights(path: str, load_format: str, config: ModelConfig) -> Iterator[t
         raise WeightsError(f"load format {load_format!r} reads no weights; auto, safetensors and gguf do")
     if load_format == ("safetensors" if is_file else "gguf"):
         raise WeightsError(f"{path} does not hold weights in the format {load_format}")
-    for name, tensor in _gguf_weights(path, config) if is_file else _safetensors_weights(path):
-        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings):
-            yield name, tensor
+    shard = shard or Shard(config)
+
+    def wanted(name: str) -> bool:
+        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+            return False
+        return shard.local_name(name) is not None
+
+    for name, tensor in _gguf_weights(path, shard, wanted) if is_file else _safetensors_weights(path, shard, wanted):
+        part = torch.zeros_like(tensor) if shard.is_summed_bias(name) else tensor
+        yield shard.local_name(name) or name, part
 
 
-def _safetensors_weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors_weights(folder: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
     seen: set[str] = set()
     files, expected = safetensors_files(folder)
     for file in files:
@@ -56,11 +69,24 @@ def _safetensors_weights(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
                 for name in f.keys():  # noqa: SIM118 - not a dict
                     if name not in seen:
                         seen.add(name)
-                        yield name, f.get_tensor(name)
+                        if wanted(name):
+                            yield name, _read(f, name, shard.slice_of(name))
         except (SafetensorError, OSError) as e:
             raise WeightsError(f"{file} cannot be read: {e}") from None
     if missing := sorted(expected - seen):
         raise WeightsError(f"{folder}: {len(missing)} weights named in {INDEX} are in none of its files, {missing[0]} is the first")
+
+
+def _read(file: Any, name: str, part: Slice | None) -> torch.Tensor:
+    if part is None:
+        tensor: torch.Tensor = file.get_tensor(name)
+        return tensor
+    view = file.get_slice(name)
+    size = view.get_shape()[part.dim]
+    if size < part.stop:
+        raise WeightsError(f"{name} has {size} rows or columns, the config says at least {part.stop}")
+    sliced: torch.Tensor = view[part.start : part.stop] if part.dim == 0 else view[:, part.start : part.stop]
+    return sliced
 
 
 def safetensors_files(folder: str) -> tuple[list[Path], set[str]]:
@@ -85,7 +111,7 @@ def safetensors_files(folder: str) -> tuple[list[Path], set[str]]:
     return files, set()
 
 
-def _gguf_weights(path: str, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _gguf_weights(path: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
     gguf = GGUFFile(path)
     arch = str(gguf.metadata.get("general.architecture"))
     for gguf_name in gguf.tensors:
@@ -94,10 +120,13 @@ def _gguf_weights(path: str, config: ModelConfig) -> Iterator[tuple[str, torch.T
         name = hf_name(gguf_name, arch)
         if name is None:
             raise WeightsError(f"{path}: tensor {gguf_name} is not known for architecture {arch}")
-        data = gguf.tensor(gguf_name)
+        if not wanted(name):
+            continue
+        part = shard.slice_of(name)
+        data = gguf.tensor(gguf_name) if part is None else gguf.part(gguf_name, *part)
         if arch == "gemma3" and name.endswith("norm.weight"):
             data -= 1  # the file's norms multiply by w, the checkpoint's by 1 + w
-        elif arch == "llama" and (heads := _rope_heads(name, config)):
+        elif arch == "llama" and (heads := _rope_heads(name, shard.local)):
             data = _unpermute(data, heads, name)
         yield name, torch.from_numpy(data)
 

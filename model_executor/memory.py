@@ -95,10 +95,11 @@ def _budget(
     fraction, source = config.mem_fraction_static, "as given"
     if device.type == "cpu" and fraction is None:
         requests = config.max_running_requests or CPU_FULL_REQUESTS
-        share, demand = int(CPU_SHARE * free[1]), (requests * model.context_len + config.page_size) * per_token
+        ranks = config.ranks.local_size
+        share, demand = int(CPU_SHARE * free[1] / ranks), (requests * model.context_len + config.page_size) * per_token
         if demand < share:
             return demand, f"enough for {requests} requests of {model.context_len} tokens"
-        return share, f"{CPU_SHARE:.0%} of the {free[1] / GIB:.2f} GiB available after loading"
+        return share, f"{CPU_SHARE / ranks:.0%} of the {free[1] / GIB:.2f} GiB available after loading"
     if fraction is None:
         total = torch.cuda.mem_get_info(device)[1] / (1 << 20)
         fraction, source = default_mem_fraction(total, chunked_prefill_size=config.chunked_prefill_size), "derived"

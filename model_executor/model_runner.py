@@ -14,6 +14,7 @@ from ..layers.forward_batch import ForwardBatch
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
 from ..layers.logprobs import LogprobReader
+from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
@@ -25,7 +26,9 @@ from .memory import available_memory, cache_tokens
 from .model_config import ModelConfig, ModelConfigError, load_model_config
 from .models.blocks import DecoderModel
 from .models.registry import model_class
-from .step import ModelInfo, RunnerConfig, StepHandle, StepInput
+from .shard import Shard
+from .stage_handle import ResultBox, StageHandle
+from .step import FatalStepError, ModelInfo, RunnerConfig, StepHandle, StepInput
 from .weights import dummy_weights, load_weights
 
 DEFAULT_BACKEND = "torch_native"
@@ -46,6 +49,7 @@ class ModelRunner:
         self._config = config
         overrides = _parse_overrides(config.json_model_override_args)
         self._model_config = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
+        self._shard = Shard(self._model_config, config.ranks)
         self._processors = load_processors(config.logit_processors)
         self._make_backend = attention_backend(config.attention_backend or DEFAULT_BACKEND)
         self._cache: _Cache | None = None
@@ -53,15 +57,17 @@ class ModelRunner:
         self._device = create_device(config.device, overlap=config.overlap)
         try:
             self._dtype, dtype_why = choose_dtype(config.dtype, self._model_config.torch_dtype, self._device.device)
-            self._free_before_load = available_memory(self._device.device)
+            self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
+            free_before_load = available_memory(self._device.device)
             self._model: DecoderModel | None = self._device.run(self._load)
-            self._num_tokens, pool_why = cache_tokens(
+            num_tokens, pool_why = cache_tokens(
                 config,
-                self._model_config,
+                self._shard.local,
                 dtype=self._dtype,
                 device=self._device.device,
-                free_before_load=self._free_before_load,
+                free_before_load=free_before_load,
             )
+            self._num_tokens = self._ranks.min_over_all(num_tokens)
         except BaseException:
             self._device.close()
             raise
@@ -76,12 +82,15 @@ class ModelRunner:
     def launch(self, step: StepInput) -> StepHandle:
         if self._closed:
             raise RuntimeError("the runner is closed")
-        return self._device.submit(lambda: self._run(step))
+        if self._shard.is_whole:
+            return self._device.submit(lambda: self._run(step))
+        return self._launch_part(step)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
             self._device.close()
+            self._ranks.close()
             self._cache = self._model = None
 
     # --- on the forward thread ---------------------------------------------------------------------------------------------------
@@ -90,16 +99,17 @@ class ModelRunner:
     def _load(self) -> DecoderModel:
         config = self._config
         with self._device.device:
-            model = model_class(self._model_config.architecture)(self._model_config, self._dtype)
+            make = model_class(self._model_config.architecture)
+            model = make(self._model_config, self._dtype, shard=self._shard, ranks=self._ranks)
         if config.load_format == "dummy":
             dummy_weights(model, config.random_seed)
         else:
-            load_weights(model, iter_weights(config.model_path, config.load_format, self._model_config))
+            load_weights(model, iter_weights(config.model_path, config.load_format, self._model_config, self._shard))
         return model.eval()
 
     @torch.inference_mode()
     def _make_cache(self, num_slots: int, req_to_token: np.ndarray) -> _Cache:
-        model = self._model_config
+        model = self._shard.local
         pool = KVPool(
             num_slots=num_slots,
             page_size=self._config.page_size,
@@ -130,16 +140,44 @@ class ModelRunner:
         if step.sampled_logprobs:
             ban(logits, step.sampling)
         logprobs = reader.prepare(step.sampled_logprobs, logits, step.sampling)
-        next_ids = sample(logits, step.sampling)
+        next_ids = self._ranks.tp.broadcast(sample(logits, step.sampling))  # the first rank's word counts
         reader.read_sampled(step.sampled_logprobs, logprobs, next_ids)
         cache.edits.push(rows, next_ids)
         cache.future_map.publish(self._device.upload(rows.astype(np.int64)), next_ids)
+        if self._config.ranks.pp_size > 1:
+            self._ranks.send_result(next_ids)
         return [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
+
+    def _launch_part(self, step: StepInput) -> StepHandle:
+        """A step of which this rank computes a part. What all ranks refuse alike fails the step, anything else the rank."""
+        box = ResultBox()
+
+        def call() -> list[torch.Tensor]:
+            if (step.input_ids >= self.info.vocab_size).any():
+                raise IndexError("an input id is outside the vocabulary")
+            try:
+                return self._run(step) if self._shard.has_head else self._run_stage(step, box)
+            except Exception as error:
+                raise FatalStepError(f"{self._config.ranks.name}: {type(error).__name__}: {error}") from error
+
+        handle = self._device.submit(call)
+        return handle if self._shard.has_head else StageHandle(handle, box)
+
+    @torch.inference_mode()
+    def _run_stage(self, step: StepInput, box: ResultBox) -> list[torch.Tensor]:
+        """The layers of a stage before the last; what is sampled comes back later."""
+        self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)))
+        box.receipt = self._ranks.receive_result(len(step.sample_index))
+        return [torch.empty(0, dtype=torch.int64)]
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all tokens, [T, hidden]."""
         self._require_cache().backend.plan(batch)
-        return self._loaded_model().hidden_states(batch)
+        if self._config.ranks.is_first_stage:
+            return self._loaded_model().hidden_states(batch)
+        shape = (len(batch.input_ids), self._model_config.hidden_size)
+        received = self._ranks.receive_hidden(shape, self._dtype, self._device.device)
+        return self._loaded_model().hidden_states(batch, received)
 
     def _require_cache(self) -> _Cache:
         if self._cache is None:

@@ -18,6 +18,8 @@ import msgspec
 import numpy as np
 
 from ..layers.logprob_input import LogprobRequest as LogprobRequest
+from ..layers.rank_spec import SINGLE as SINGLE
+from ..layers.rank_spec import RankSpec as RankSpec
 from ..layers.sampling_input import FAILED as FAILED
 from ..layers.sampling_input import NO_CHOICE as NO_CHOICE
 from ..layers.sampling_input import TOP_K_ALL as TOP_K_ALL
@@ -78,6 +80,10 @@ def timed_step(call: Callable[[], Sequence[np.ndarray]]) -> StepOutput:
     return output
 
 
+class FatalStepError(RuntimeError):
+    """A step failed on this rank but maybe not on the others, so that no later step of theirs would fit together."""
+
+
 class StepHandle(Protocol):
     """A step under way."""
 
@@ -106,6 +112,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     json_model_override_args: str = "{}"
     logit_processors: dict[str, str] = {}  # name -> "module:Class"
     overlap: bool = True  # False: launch runs the step before it returns
+    ranks: RankSpec = SINGLE  # the part of the model that this runner computes
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,15 @@ from torch import nn
 from ...layers.activation import gated_activation
 from ...layers.attention.attention import Attention
 from ...layers.attention.base import AttentionSpec
-from ...layers.embedding import Embedding
+from ...layers.embedding import Embedding, VocabParallelEmbedding
 from ...layers.forward_batch import ForwardBatch
 from ...layers.linear import Linear, MergedLinear
 from ...layers.logits import compute_logits
 from ...layers.norm import RMSNorm
+from ...layers.parallel import ONE, Ranks
 from ...layers.rotary import RopeTables, RotaryEmbedding, rotate
 from ..model_config import SLIDING, ModelConfig
+from ..shard import Shard
 
 LoadMap = dict[str, tuple[str, int]]  # checkpoint's module -> (merged module, part of it)
 
@@ -39,6 +41,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer_id: int, norm: type[RMSNorm], dtype: torch.dtype) -> None:
         super().__init__()
+        self.group = ONE  # the ranks over which the output is summed
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         self.qkv_proj = MergedLinear(config.hidden_size, (q_size, kv_size, kv_size), bias=config.attention_bias, dtype=dtype)
@@ -67,7 +70,7 @@ class SelfAttention(nn.Module):
             qk = rotate(qkv[:, :split], rope)
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         out: torch.Tensor = self.o_proj(self.attention(q, k, qkv[:, split:], batch))
-        return out
+        return self.group.all_reduce(out)
 
 
 class GatedMLP(nn.Module):
@@ -75,6 +78,7 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
+        self.group = ONE  # the ranks over which the output is summed
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedLinear(hidden, (inner, inner), bias=config.mlp_bias, dtype=dtype)
         self.down_proj = Linear(inner, hidden, bias=config.mlp_bias, dtype=dtype)
@@ -82,7 +86,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
-        return out
+        return self.group.all_reduce(out)
 
 
 class DecoderLayer(nn.Module):
@@ -112,17 +116,24 @@ class DecoderModel(nn.Module):
     LOAD_MAP: ClassVar[LoadMap] = MERGED_PROJECTIONS
     PREFIX: ClassVar[str] = "model."  # of a checkpoint's names, the head's apart
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, *, shard: Shard | None = None, ranks: Ranks | None = None) -> None:
+        """config: of the whole model. shard: the part that is built; ranks: who holds the rest."""
         super().__init__()
-        hidden = config.hidden_size
+        shard, ranks = shard or Shard(config), ranks or Ranks()
+        local, hidden, size = shard.local, config.hidden_size, len(shard.vocab)
         self.soft_cap = config.final_logit_softcapping
-        self.embed_tokens = Embedding(config.vocab_size, hidden, dtype=dtype, scale=self.embed_scale(config))
-        self.layers = nn.ModuleList(self.LAYER(config, i, self.NORM, dtype) for i in range(config.num_hidden_layers))
-        self.norm = self.NORM(hidden, eps=config.rms_norm_eps, dtype=dtype)
-        self.lm_head = None if config.tie_word_embeddings else Linear(hidden, config.vocab_size, bias=False, dtype=dtype)
+        self.group, self.vocab_sizes = ranks.tp, shard.vocab_sizes
+        self.embed_tokens = _embedding(config, dtype, shard, ranks, self.embed_scale(config)) if shard.has_embedding else None
+        self.layers = nn.ModuleList(self.LAYER(local, i, self.NORM, dtype) for i in range(local.num_hidden_layers))
+        self.norm = self.NORM(hidden, eps=config.rms_norm_eps, dtype=dtype) if shard.has_head else None
+        has_own_head = shard.has_head and not config.tie_word_embeddings
+        self.lm_head = Linear(hidden, size, bias=False, dtype=dtype) if has_own_head else None
         self.rope = full_rope(config, dtype)
         self.local_rope = None if config.rope_local_theta is None else local_rope(config, config.rope_local_theta, dtype)
-        self.layer_is_local = [self.local_rope is not None and kind == SLIDING for kind in config.layer_types]
+        self.layer_is_local = [self.local_rope is not None and kind == SLIDING for kind in local.layer_types]
+        for module in self.modules():
+            if isinstance(module, SelfAttention | GatedMLP):
+                module.group = ranks.tp
 
     @staticmethod
     def embed_scale(config: ModelConfig) -> float | None:
@@ -133,20 +144,38 @@ class DecoderModel(nn.Module):
         """Logits of the rows that sample, float32 [S, V]: only the last token of each meets the head."""
         return self.logits(self.hidden_states(batch).index_select(0, batch.sample_tokens))
 
-    def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """What the head takes, of every token of the step: [T, hidden]."""
-        x = self.embed_tokens(batch.input_ids)
+    def hidden_states(self, batch: ForwardBatch, x: torch.Tensor | None = None) -> torch.Tensor:
+        """What the head takes, or the next stage, of every token of the step: [T, hidden]. x: what the stage before yields."""
+        if x is None:
+            x = self.embed(batch.input_ids)
         rope = self.rope(batch.positions)
         local = rope if self.local_rope is None else self.local_rope(batch.positions)
         for layer, is_local in zip(self.layers, self.layer_is_local, strict=True):
             x = layer(x, local if is_local else rope, batch)
+        if self.norm is None:
+            return x
         normed: torch.Tensor = self.norm(x)
         return normed
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, hidden]. Only in the first stage."""
+        if self.embed_tokens is None:
+            raise RuntimeError("this stage has no embedding")
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        return x
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [N, V] of hidden states [N, hidden]."""
-        head = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
-        return compute_logits(hidden, head, soft_cap=self.soft_cap)
+        """float32 [N, V] of hidden states [N, hidden]. Only in the last stage."""
+        head = self.lm_head if self.lm_head is not None else self.embed_tokens
+        if head is None:
+            raise RuntimeError("this stage has no head")
+        return self.group.gather_columns(compute_logits(hidden, head.weight, soft_cap=self.soft_cap), self.vocab_sizes)
+
+
+def _embedding(config: ModelConfig, dtype: torch.dtype, shard: Shard, ranks: Ranks, scale: float | None) -> Embedding:
+    if ranks.tp.size == 1:
+        return Embedding(config.vocab_size, config.hidden_size, dtype=dtype, scale=scale)
+    return VocabParallelEmbedding(shard.vocab, config.hidden_size, group=ranks.tp, dtype=dtype, scale=scale)
 
 
 def full_rope(config: ModelConfig, dtype: torch.dtype) -> RotaryEmbedding:

@@ -88,6 +88,17 @@ def test_dequantisation_agrees_with_the_gguf_package(type_id: int) -> None:
     np.testing.assert_array_equal(dequantize(data.reshape(-1), name), expected.reshape(-1))
 
 
+def test_a_part_is_a_part_of_the_whole(file: Path) -> None:
+    gguf_file = GGUFFile(str(file))
+    for name in ("plain", "quantised"):
+        whole = gguf_file.tensor(name)
+        assert np.array_equal(gguf_file.part(name, 0, 1, 2), whole[1:2])
+        for start, stop in ((0, 2), (1, 3), (2, 3)) if name == "plain" else ((0, 32), (32, 64), (5, 40), (33, 35)):
+            assert np.array_equal(gguf_file.part(name, 1, start, stop), whole[:, start:stop])
+    with pytest.raises(GGUFError, match="has no part"):
+        gguf_file.part("plain", 1, 2, 4)
+
+
 def test_rare_types_go_through_the_gguf_package() -> None:
     kind = GGMLQuantizationType.IQ4_NL
     data = np.zeros((4, GGML_QUANT_SIZES[kind][1]), np.uint8)

@@ -1,0 +1,36 @@
+"""The handle of a step whose result another stage computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..layers.parallel import RankLostError, Receipt
+from .step import FatalStepError, StepHandle, StepOutput
+
+
+@dataclass(slots=True)
+class ResultBox:
+    """Where a stage's step leaves what it expects from the last stage."""
+
+    receipt: Receipt | None = None
+
+
+class StageHandle:
+    """A StepHandle: its own part of the step first, then the ids from the last stage."""
+
+    def __init__(self, own: StepHandle, box: ResultBox) -> None:
+        self._own, self._box = own, box
+
+    def done(self) -> bool:
+        """True once the own part is over; the result may be on its way still."""
+        return self._own.done()
+
+    def wait(self) -> StepOutput:
+        output = self._own.wait()
+        if self._box.receipt is None:
+            raise FatalStepError("a stage expects no result of its step")
+        try:
+            output.next_ids = self._box.receipt.wait().numpy()
+        except RankLostError as error:
+            raise FatalStepError(str(error)) from error
+        return output
