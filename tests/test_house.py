@@ -35,7 +35,7 @@ WIDE_CLASSES = {  # plain descriptions of something outside: an options table, w
     "Req",
 }
 TORCH_FILES = re.compile(
-    r"layers/(?!rng\.py|sampling_input\.py|late_mask\.py|logprob_input\.py|__init__\.py)|mem_cache/kv_pool\.py|model_executor/"
+    r"layers/(?!rng\.py|sampling_input\.py|late_mask\.py|rank_spec\.py|logprob_input\.py|__init__\.py)|mem_cache/kv_pool\.py|model_executor/"
 )
 TORCH_FREE_MODEL_EXECUTOR = {
     "step",
