@@ -1,0 +1,189 @@
+"""JSON that comes in pieces: where a value ends, and an object that is a call."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+_IN_STRING = re.compile(r'[^"\\]*')
+_OUTSIDE = re.compile(r'[^"{}\[\]]*')
+_BLANK = re.compile(r"\s*")
+_SCALAR = re.compile(r"[^\s,;}\]{\[\":<]*")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+
+
+class JsonValue:
+    """Takes in one JSON value and knows where it ends. Control characters in strings are escaped on the way.
+
+    kind: its first character, "" before it came.
+    """
+
+    def __init__(self) -> None:
+        self.kind = ""
+        self.done = False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+        self._pieces: list[str] = []
+
+    def take(self, text: str, pos: int) -> int:
+        """Take in what belongs to the value from pos on; returns the position behind it."""
+        if not self.kind:
+            pos = _end_of(_BLANK, text, pos)
+            if pos == len(text):
+                return pos
+            self.kind = text[pos]
+        while pos < len(text) and not self.done:
+            if self._in_string:
+                pos = self._take_string(text, pos)
+            elif self._depth or self.kind in '{["':
+                pos = self._take_outside(text, pos)
+            else:
+                end = _end_of(_SCALAR, text, pos)
+                self._pieces.append(text[pos:end])
+                self.done = end < len(text)
+                pos = end
+        return pos
+
+    def end(self) -> None:
+        """No more text comes: a bare word or number ends with it."""
+        self.done = self.done or (bool(self.kind) and self.kind not in '{["')
+
+    def pieces(self) -> str:
+        """What was taken in since the last call."""
+        pieces, self._pieces = "".join(self._pieces), []
+        return pieces
+
+    def _take_string(self, text: str, pos: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            self._pieces.append(text[pos])
+            return pos + 1
+        end = _end_of(_IN_STRING, text, pos)
+        self._pieces.append(_CONTROL.sub(_escape, text[pos:end]))
+        if end == len(text):
+            return end
+        self._pieces.append(text[end])
+        if text[end] == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self.done = not self._depth
+        return end + 1
+
+    def _take_outside(self, text: str, pos: int) -> int:
+        end = _end_of(_OUTSIDE, text, pos)
+        if end < len(text):
+            char = text[end]
+            end += 1
+            if char == '"':
+                self._in_string = True
+            else:
+                self._depth += 1 if char in "{[" else -1
+                self.done = not self._depth
+        self._pieces.append(text[pos:end])
+        return end
+
+
+def _escape(match: re.Match[str]) -> str:
+    return json.dumps(match.group())[1:-1]
+
+
+def _end_of(pattern: re.Pattern[str], text: str, pos: int) -> int:
+    match = pattern.match(text, pos)
+    return match.end() if match else pos
+
+
+def skip_blanks(text: str, pos: int) -> int:
+    """The position of the next character that is no blank."""
+    return _end_of(_BLANK, text, pos)
+
+
+def escaped(text: str) -> str:
+    """The text as the inside of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def dumps(value: Any) -> str:
+    """Strict JSON. Raises ValueError for what it has no word for."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def loads(text: str) -> Any:
+    """Strict JSON. Raises ValueError, for what is nested too deeply too."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# --- values that a format writes without quotes -------------------------------------------------------------------------------------
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """The JSON types that a schema allows at its top; empty: it does not say."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return frozenset([kind])
+    if isinstance(kind, list):
+        return frozenset(each for each in kind if isinstance(each, str))
+    for key in ("anyOf", "oneOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list) and branches:
+            kinds = [types_of({**each, "anyOf": None, "oneOf": None}) for each in branches if isinstance(each, Mapping)]
+            return frozenset().union(*kinds) if all(kinds) else frozenset()
+    return frozenset(map(_type_of, schema["enum"])) if isinstance(schema.get("enum"), list) else frozenset()
+
+
+def typed(text: str, types: frozenset[str], *, guess: bool) -> str:
+    """A value as JSON: of one of the types if it can be read so, else a string. guess: without types, JSON is JSON."""
+    word = text.strip()
+    if types == {"string"} or not (types or guess):
+        return dumps(text)
+    if word.lower() in ("true", "false", "none") and types & {"boolean", "null"}:
+        word = word.lower().replace("none", "null")
+    for read in (loads, _literal):
+        try:
+            value = read(word)
+            if not types or _type_of(value) in types or (_type_of(value) == "integer" and "number" in types):
+                return dumps(value)
+        except (ValueError, TypeError):
+            continue
+    return dumps(text)
+
+
+def _literal(text: str) -> Any:
+    """A Python literal. Raises ValueError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of unknown escapes in strings
+            return ast.literal_eval(text)
+    except (SyntaxError, MemoryError, RecursionError):
+        raise ValueError("no literal") from None
+
+
+def python_value(text: str) -> str:
+    """A Python or JSON value as JSON; what is neither is a string."""
+    for read in (_literal, loads):
+        try:
+            return dumps(read(text.strip()))
+        except (ValueError, TypeError):
+            continue
+    return dumps(text.strip())
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+    return names.get(type(value), "")

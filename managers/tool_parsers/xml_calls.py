@@ -1,0 +1,209 @@
+"""Formats in which each argument has an element of its own: qwen3_coder, glm45 and their like.
+
+A string is streamed as it comes; a value of another type is told when it is whole, because only then is it known to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from .events import Tools
+from .json_text import dumps, escaped, skip_blanks, typed, types_of
+from .scan import CallParser, Marks
+
+MAX_KEY = 1024  # characters of an argument's name
+
+
+class XmlCalls(CallParser):
+    """call_open NAME name_close, then per argument param_open KEY key_close [value_open] VALUE value_close, then call_close."""
+
+    wrapper: ClassVar[tuple[str, str] | None] = None  # around a call or several
+    call_open: ClassVar[str] = ""
+    name_close: ClassVar[str] = ""
+    param_open: ClassVar[str] = ""
+    key_close: ClassVar[str] = ""
+    value_open: ClassVar[str] = ""
+    value_close: ClassVar[str] = ""
+    call_close: ClassVar[str] = ""
+    own_lines: ClassVar[bool] = False  # a newline behind key_close and one before value_close are no part of the value
+    guess: ClassVar[bool] = False  # without a type in the schema, what can be read as JSON is JSON
+
+    def __init__(self, tools: Tools | None = None) -> None:
+        super().__init__(tools)
+        wrapper = self.wrapper or ("", "")
+        self._outside = Marks(*wrapper, self.call_open)
+        self._call_open = Marks(self.call_open)
+        self._name_ends = Marks(self.name_close, self.param_open, self.call_close)
+        self._inside = Marks(self.param_open, self.call_close)
+        self._key_ends = Marks(self.key_close)
+        self._value_opens = Marks(self.value_open) if self.value_open else None
+        self._value_ends = Marks(self.value_close)
+        self._properties: Mapping[str, Any] = {}
+        self._num_arguments = 0
+        self._types: frozenset[str] = frozenset()
+        self._parts: list[str] = []  # of a value that is told when it is whole
+        self._streams = False
+        self._newline = ""  # held back: value_close may follow
+
+    def _text(self, text: str, pos: int, final: bool) -> int:
+        pos, mark = self._until(self._outside, self._say, (text, pos, final))
+        if mark is None:
+            return pos
+        if mark == self.call_open:
+            self._raw.append(mark)
+            self._state = self._call_name
+        elif mark == (self.wrapper or ("", ""))[0]:
+            self._raw.append(mark)
+            self._state = self._wrapped
+        elif not self.num_calls:
+            self._say(mark)
+        return pos
+
+    def _wrapped(self, text: str, pos: int, final: bool) -> int:
+        """Behind the wrapper's begin only a call makes sense."""
+        end = skip_blanks(text, pos)
+        if end == len(text):
+            self._raw.append(text[pos:])
+            return end
+        mark = self._call_open.at(text, end)
+        if mark is None:
+            if final or not self._call_open.may_begin(text, end):
+                self._refuse()
+            return pos
+        self._raw.append(text[pos : end + len(mark)])
+        self._state = self._call_name
+        return end + len(mark)
+
+    def _call_name(self, text: str, pos: int, final: bool) -> int:
+        end, name, mark = self._name(self._name_ends, (text, pos, final))
+        if name is None:
+            return pos
+        if not name.strip() and not mark.strip():  # the name stands on a line of its own
+            self._raw.append(text[pos:end])
+            return end
+        self._raw.append(text[pos:end])
+        name = name.strip().strip('"')
+        if not self._open(name):
+            return end
+        schema = (self._tools or {}).get(name, {})
+        properties = schema.get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        self._num_arguments = 0
+        self._argue("{")
+        self._go_on(mark)
+        return end
+
+    def _go_on(self, mark: str | None) -> None:
+        """Behind a mark inside a call."""
+        if mark == self.param_open:
+            self._state = self._key
+        elif mark == self.call_close:
+            self._argue("}")
+            self._state = self._text
+        else:
+            self._state = self._body
+
+    def _body(self, text: str, pos: int, final: bool) -> int:
+        """Between arguments. What stands there is nothing."""
+        pos, mark = self._until(self._inside, lambda _: None, (text, pos, final))
+        if mark is not None:
+            self._go_on(mark)
+        return pos
+
+    def _key(self, text: str, pos: int, final: bool) -> int:
+        match = self._key_ends.find(text, pos, pos + MAX_KEY)
+        if match is None:
+            return pos if len(text) - pos < MAX_KEY and not final else self._skip_key(len(text))
+        key, is_string = self.key_of(text[pos : match.start()])
+        self._types = frozenset(["string"]) if is_string else types_of(self._properties.get(key))
+        self._streams = self._types == {"string"} or not (self._types or self.guess)
+        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._streams else ""))
+        self._num_arguments += 1
+        self._newline = ""
+        self._parts = []
+        self._state = self._value_start
+        return match.end()
+
+    def _skip_key(self, end: int) -> int:
+        self._state = self._body
+        return end
+
+    @staticmethod
+    def key_of(text: str) -> tuple[str, bool]:
+        """The argument's name, and whether the format itself says that it is a string."""
+        return text.strip().strip('"'), False
+
+    def _value_start(self, text: str, pos: int, final: bool) -> int:
+        """Blanks and value_open, or the newline that a value does not begin with."""
+        if self._value_opens is not None:
+            end = skip_blanks(text, pos)
+            mark = self._value_opens.at(text, end)
+            if mark is None and not final and self._value_opens.may_begin(text, end):
+                return pos
+            end = end + len(mark) if mark else pos
+        else:
+            end = pos + (self.own_lines and text.startswith("\n", pos))
+        self._state = self._value
+        return end
+
+    def _value(self, text: str, pos: int, final: bool) -> int:
+        pos, mark = self._until(self._value_ends, self._put, (text, pos, final))
+        if mark is not None:
+            if self._streams:
+                self._argue('"')
+            else:
+                self._argue(typed("".join(self._parts), self._types, guess=self.guess))
+            self._state = self._body
+        return pos
+
+    def _put(self, text: str) -> None:
+        if self.own_lines and text:
+            text = self._newline + text
+            self._newline = "\n" if text.endswith("\n") else ""
+            text = text[: len(text) - len(self._newline)]
+        if self._streams:
+            self._argue(escaped(text))
+        else:
+            self._parts.append(text)
+
+    def _end(self) -> None:
+        if self._state == self._body:  # every argument is whole, only the call's end is missing
+            self._argue("}")
+            self._state = self._text
+
+
+class Qwen3Coder(XmlCalls):
+    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>"""
+
+    wrapper = ("<tool_call>", "</tool_call>")
+    call_open, name_close = "<function=", ">"
+    param_open, key_close, value_close = "<parameter=", ">", "</parameter>"
+    call_close = "</function>"
+    own_lines = True
+    starts = (wrapper[0], call_open)
+    markers = wrapper
+
+
+class Glm45(XmlCalls):
+    """<tool_call>NAME<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>, with newlines or without"""
+
+    call_open, name_close = "<tool_call>", "\n"
+    param_open, key_close = "<arg_key>", "</arg_key>"
+    value_open, value_close = "<arg_value>", "</arg_value>"
+    call_close = "</tool_call>"
+    guess = True
+    starts = (call_open,)
+    markers = (call_open, call_close, param_open, key_close, value_open, value_close)
+
+
+class MiniMaxM2(XmlCalls):
+    """<minimax:tool_call><invoke name="NAME"><parameter name="KEY">value</parameter></invoke></minimax:tool_call>"""
+
+    wrapper = ("<minimax:tool_call>", "</minimax:tool_call>")
+    call_open, name_close = "<invoke name=", ">"
+    param_open, key_close, value_close = "<parameter name=", ">", "</parameter>"
+    call_close = "</invoke>"
+    own_lines = True
+    starts = (wrapper[0], call_open)
+    markers = wrapper
