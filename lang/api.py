@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from ..managers.reasoning_parser import DEFAULT, reasoning_names
 from . import ir
 from .choices import (
     ChoicesSamplingMethod,
@@ -15,7 +16,6 @@ from .choices import (
     unconditional_likelihood_normalized,
 )
 from .global_config import global_config
-from .reasoning import check_kind
 
 if TYPE_CHECKING:
     from .program import Function
@@ -182,7 +182,13 @@ def video(path: str, num_frames: int) -> ir.Video:
 def separate_reasoning(expr: Any = None, model_type: str | None = None) -> ir.ExprList:
     """The gens inside split the model's thinking off: ``s[name]`` and the text have the answer, ``s[name + "_reasoning_content"]``
     the thinking. These gens do not stream. model_type: how the thinking is marked, None for <think> tags."""
-    return ir.with_reasoning([] if expr is None else expr, check_kind(model_type))
+    return ir.with_reasoning([] if expr is None else expr, _reasoning_kind(model_type))
+
+
+def _reasoning_kind(name: str | None) -> str:
+    if name is not None and name not in reasoning_names():
+        raise ValueError(f"separate_reasoning: unknown model_type {name!r}; known are {', '.join(reasoning_names())}")
+    return name or DEFAULT
 
 
 def system(expr: Any = None) -> ir.ExprList:

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from ..managers.reasoning_parser import split_reasoning
 from . import ir
 from .backend.base import Backend
 from .errors import VariableError
 from .media import as_data_uri
-from .reasoning import split_reasoning
 from .record import Event, Record
 from .speculation import Speculation
 from .step_queue import Step, StepQueue

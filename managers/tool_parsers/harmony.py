@@ -1,5 +1,7 @@
-"""The harmony format of gpt-oss: messages with a channel each; analysis is thinking, final is the answer, and a message to a function is
-a call."""
+"""The harmony format of gpt-oss: messages with a channel each.
+
+analysis is thinking, final is the answer, and a message to a function is a call.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ class Harmony(ArgumentsParser):
     def _break(self) -> None:
         """Two messages of the answer are two lines."""
         if self._spoken:
-            self._say("\n")
+            self._blanks = ["\n"]
 
     def _body(self, text: str, pos: int, final: bool) -> int:
         sink = self._think if self._kind == "analysis" and self._reasoning else self._say

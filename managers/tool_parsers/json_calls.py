@@ -92,13 +92,12 @@ class JsonCalls(ArgumentsParser):
     def _beginning(self, text: str, pos: int, final: bool) -> int:
         """Nothing but blanks so far."""
         end = skip_blanks(text, pos)
-        if end == len(text):
-            return pos
-        if text[end] not in self.bare:
-            self._state = self._text
-            return pos
         self._raw.append(text[pos:end])
-        self._start()
+        if end < len(text):
+            if text[end] in self.bare:
+                self._start()
+            else:
+                self._refuse()
         return end
 
     def _text(self, text: str, pos: int, final: bool) -> int:

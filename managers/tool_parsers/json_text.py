@@ -13,6 +13,7 @@ _IN_STRING = re.compile(r'[^"\\]*')
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _BLANK = re.compile(r"\s*")
 _SCALAR = re.compile(r"[^\s,;}\]{\[\":<]*")
+_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -125,7 +126,7 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-# --- values that a format writes without quotes -------------------------------------------------------------------------------------
+# --- values that a format writes without quotes -----------------------------------------------------------------------------------
 
 
 def types_of(schema: Any) -> frozenset[str]:
@@ -174,6 +175,8 @@ def _literal(text: str) -> Any:
 
 def python_value(text: str) -> str:
     """A Python or JSON value as JSON; what is neither is a string."""
+    if text.strip().isidentifier():
+        return _WORDS.get(text.strip(), dumps(text.strip()))
     for read in (_literal, loads):
         try:
             return dumps(read(text.strip()))

@@ -1,8 +1,8 @@
 """The base of all parsers: a state machine over text that comes in pieces of any size.
 
-Invariant: what a state does depends on the text alone, not on where its pieces end, so any chunking gives the same answer. Between two
-pieces only a tail is held back that may become a marker or is a name that has not ended, both bounded; so the work is linear in the
-length of the text, however it is cut.
+Invariant: what a state does depends on the text alone, not on where its pieces end, so any chunking gives the same answer. Between
+two pieces only a tail is held back that may become a marker or is a name that has not ended, both bounded; so the work is linear in
+the length of the text, however it is cut.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ class Marks:
         self.marks = tuple(mark for mark in marks if mark)
         self._longest = max(map(len, self.marks))
         self._pattern = re.compile("|".join(map(re.escape, self.marks)))
+        self._beginnings = frozenset(mark[:size] for mark in self.marks for size in range(1, len(mark)))
+        self._firsts = re.compile("[" + "".join(re.escape(char) for char in sorted({mark[0] for mark in self.marks})) + "]")
 
     def find(self, text: str, pos: int, end: int | None = None) -> re.Match[str] | None:
         """The first of them before ``end``."""
@@ -42,10 +44,9 @@ class Marks:
 
     def open_len(self, text: str, pos: int) -> int:
         """Characters at the end of text[pos:] that may be the beginning of one of them."""
-        for size in range(min(self._longest - 1, len(text) - pos), 0, -1):
-            tail = text[-size:]
-            if any(mark.startswith(tail) for mark in self.marks):
-                return size
+        for match in self._firsts.finditer(text, max(pos, len(text) - self._longest + 1)):
+            if text[match.start() :] in self._beginnings:
+                return len(text) - match.start()
         return 0
 
 

@@ -139,16 +139,18 @@ class XmlCalls(CallParser):
         if self._value_opens is not None:
             end = skip_blanks(text, pos)
             mark = self._value_opens.at(text, end)
-            if mark is None and not final and self._value_opens.may_begin(text, end):
-                return pos
-            end = end + len(mark) if mark else pos
+            if mark is None and self._value_opens.may_begin(text, end):
+                return len(text) if final else end
+            end += len(mark or "")
         else:
             end = pos + (self.own_lines and text.startswith("\n", pos))
         self._state = self._value
         return end
 
     def _value(self, text: str, pos: int, final: bool) -> int:
-        pos, mark = self._until(self._value_ends, self._put, (text, pos, final))
+        pos, mark = self._until(self._value_ends, self._put, (text, pos, False))
+        if final and mark is None:  # cut off within its end mark
+            return len(text)
         if mark is not None:
             if self._streams:
                 self._argue('"')

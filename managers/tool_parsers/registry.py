@@ -1,0 +1,39 @@
+"""Names of --tool-call-parser and the parser behind each."""
+
+from __future__ import annotations
+
+from .events import Tools
+from .harmony import Harmony
+from .header_calls import DeepSeekV3, DeepSeekV31, KimiK2
+from .json_calls import Hermes, Llama3, Mistral, PlainJson
+from .pythonic import Pythonic
+from .scan import CallParser
+from .xml_calls import Glm45, MiniMaxM2, Qwen3Coder
+
+TOOL_PARSERS: dict[str, type[CallParser]] = {
+    "deepseekv3": DeepSeekV3,
+    "deepseekv31": DeepSeekV31,
+    "glm": Glm45,
+    "glm45": Glm45,
+    "glm47": Glm45,
+    "gpt-oss": Harmony,
+    "hermes": Hermes,
+    "json": PlainJson,
+    "kimi_k2": KimiK2,
+    "llama3": Llama3,
+    "llama4": Pythonic,
+    "mimo": Qwen3Coder,
+    "minimax-m2": MiniMaxM2,
+    "mistral": Mistral,
+    "pythonic": Pythonic,
+    "qwen": Hermes,
+    "qwen25": Hermes,
+    "qwen3_coder": Qwen3Coder,
+    "step3p5": Qwen3Coder,
+    "trinity": Hermes,
+}
+
+
+def create_parser(name: str, tools: Tools | None = None) -> CallParser:
+    """A parser for one answer; tools: those that may be called, None: any. Raises KeyError for an unknown name."""
+    return TOOL_PARSERS[name](tools)

@@ -1,0 +1,379 @@
+"""Tool calls in text: every format, cut at any place, in linear time."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from banyan.managers.tool_parsers.events import CallArguments, CallStart, Event, Parsed, Text, collected
+from banyan.managers.tool_parsers.registry import TOOL_PARSERS, create_parser
+
+CITY = {"type": "string"}
+TOOLS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {"city": CITY, "days": {"type": "integer"}, "units": {"enum": ["C", "F"]}, "deep": {"type": "object"}},
+    },
+    "now": {"type": "object", "properties": {}},
+}
+WEATHER: dict[str, Any] = {"city": 'Zürich "old" <town>\n2', "days": 3}
+DEEP: dict[str, Any] = {"city": "a", "deep": {"x": [1, None, True, {"y": "}]"}]}}
+CALLS: list[tuple[str, dict[str, Any]]] = [("get_weather", WEATHER), ("now", {}), ("get_weather", DEEP)]
+
+
+def tagged(calls: Any) -> str:
+    texts = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in calls]
+    return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in texts)
+
+
+def coder(calls: Any) -> str:
+    def value(item: Any) -> str:
+        return item if isinstance(item, str) else json.dumps(item)
+
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        parameters = "".join(f"<parameter={key}>\n{value(item)}\n</parameter>\n" for key, item in arguments.items())
+        return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def minimax(calls: Any) -> str:
+    text = coder(calls).replace("<tool_call>\n", "").replace("\n</tool_call>", "")
+    for old, new in (("<function=", '<invoke name="'), ("<parameter=", '<parameter name="'), ("</function>", "</invoke>")):
+        text = text.replace(old, new)
+    for name in ("get_weather", "now", "city", "days", "deep"):
+        text = text.replace(f'="{name}>', f'="{name}">')
+    return f"<minimax:tool_call>\n{text}\n</minimax:tool_call>"
+
+
+def glm(calls: Any) -> str:
+    def value(item: Any) -> str:
+        return item if isinstance(item, str) else json.dumps(item)
+
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value(item)}</arg_value>\n" for key, item in arguments.items())
+        return f"<tool_call>{name}\n{pairs}</tool_call>"
+
+    return "\n".join(one(*call) for call in calls)
+
+
+def llama(calls: Any) -> str:
+    return "<|python_tag|>" + "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls)
+
+
+def plain(calls: Any) -> str:
+    return json.dumps([{"name": name, "parameters": arguments} for name, arguments in calls])
+
+
+def mistral(calls: Any) -> str:
+    return "[TOOL_CALLS] " + json.dumps([{"name": name, "arguments": arguments} for name, arguments in calls])
+
+
+def mistral_names(calls: Any) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
+def deepseek(calls: Any) -> str:
+    texts = [
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    ]
+    return "<｜tool▁calls▁begin｜>" + "\n".join(texts) + "<｜tool▁calls▁end｜>"
+
+
+def deepseek31(calls: Any) -> str:
+    texts = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>" for name, arguments in calls]
+    return "<｜tool▁calls▁begin｜>" + "".join(texts) + "<｜tool▁calls▁end｜>"
+
+
+def kimi(calls: Any) -> str:
+    texts = [
+        f"<|tool_call_begin|>functions.{name}:{index}<|tool_call_argument_begin|>{json.dumps(arguments)}<|tool_call_end|>"
+        for index, (name, arguments) in enumerate(calls)
+    ]
+    return "<|tool_calls_section_begin|>" + "".join(texts) + "<|tool_calls_section_end|>"
+
+
+def harmony(calls: Any) -> str:
+    texts = [
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    ]
+    return "<|start|>assistant".join(texts)
+
+
+def python(calls: Any) -> str:
+    texts = [f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls]
+    return f"[{', '.join(texts)}]"
+
+
+FORMATS: dict[str, Any] = {
+    "hermes": tagged,
+    "qwen25": tagged,
+    "qwen3_coder": coder,
+    "minimax-m2": minimax,
+    "glm45": glm,
+    "llama3": llama,
+    "json": plain,
+    "mistral": mistral,
+    "deepseekv3": deepseek,
+    "deepseekv31": deepseek31,
+    "kimi_k2": kimi,
+    "gpt-oss": harmony,
+    "pythonic": python,
+}
+MARKS = sorted({mark for parser in TOOL_PARSERS.values() for mark in (*parser.markers, *parser.starts)})
+BITS = [
+    *MARKS,
+    "<function=get_weather>",
+    "<parameter=city>",
+    "</parameter>",
+    "</function>",
+    "<｜tool▁sep｜>",
+    "```json",
+    "get_weather",
+    "(city='",
+    '{"name": "now"',
+    '"arguments": ',
+    '"parameters"',
+    "functions.now:0",
+    *'{}[]()"\\\n ,:;=<>x1',
+]
+
+
+def parse(name: str, pieces: list[str], tools: Any = TOOLS) -> tuple[Parsed, list[Event], Any]:
+    parser = create_parser(name, tools)
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    return collected(events), events, parser
+
+
+def cut(text: str, seed: int) -> list[str]:
+    random_source = random.Random(seed)
+    pieces = []
+    while text:
+        size = random_source.choice([1, 1, 2, 3, 7, 40])
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+def told(parsed: Parsed) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_are_found_and_told_once(name: str) -> None:
+    text = FORMATS[name](CALLS)
+    for pieces in ([text], list(text), cut(text, 3)):
+        parsed, events, _ = parse(name, pieces)
+        assert told(parsed) == CALLS
+        assert [call.index for call in parsed.calls] == [0, 1, 2]
+        assert parsed.text == ""
+        starts = [event for event in events if isinstance(event, CallStart)]
+        assert [event.index for event in starts] == [0, 1, 2]
+        order = [event.index for event in events if isinstance(event, CallStart | CallArguments)]
+        assert order == sorted(order)
+
+
+def test_mistral_has_a_second_form() -> None:
+    assert told(parse("mistral", list(mistral_names(CALLS)))[0]) == CALLS
+    (call,) = parse("mistral", ['[TOOL_CALLS]now[CALL_ID]abc123[ARGS]{"a": 1}'])[0].calls
+    assert (call.name, call.call_id, call.arguments) == ("now", "abc123", '{"a": 1}')
+
+
+def test_kimi_ids_are_kept() -> None:
+    assert [call.call_id for call in parse("kimi_k2", [kimi(CALLS)])[0].calls] == [
+        "functions.get_weather:0",
+        "functions.now:1",
+        "functions.get_weather:2",
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("json", "gpt-oss")])
+def test_text_before_and_behind_calls(name: str) -> None:
+    text = "Let me see.\n\n" + FORMATS[name](CALLS[:1]) + "\n  Done, [1] {x} <b>."
+    for pieces in ([text], list(text)):
+        parsed, _, _ = parse(name, pieces)
+        assert told(parsed) == CALLS[:1]
+        assert parsed.text == "Let me see.\n\nDone, [1] {x} <b>."
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_arguments_stream_before_the_call_ends(name: str) -> None:
+    text = FORMATS[name]([("get_weather", {"city": "x" * 400, "days": 1})])
+    parser = create_parser(name, TOOLS)
+    events = [event for piece in text[: text.index("x" * 400) + 200] for event in parser.feed(piece)]
+    assert isinstance(events[0], CallStart)
+    arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
+    assert ("x" * 100 in arguments) == (name != "pythonic")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text", ["", " ", "\n hi \n", "a < b", 'He said: "[x]" {y}', "<", "[", "{", '{"a": 1}', "[1, 2]"])
+def test_an_answer_without_calls_is_the_text(name: str, text: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(name, pieces)[0] == Parsed(text=text, calls=[])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_tool_that_was_not_offered_is_text(name: str) -> None:
+    text = FORMATS[name]([("rm_rf", {"city": "/"})])
+    parsed, _, _ = parse(name, list(text))
+    assert parsed.calls == []
+    assert "rm_rf" in parsed.text
+    assert "/" in parsed.text
+    assert parse(name, list(text), tools=None)[0].calls[0].name == "rm_rf"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_that_is_cut_off_keeps_what_came(name: str) -> None:
+    text = FORMATS[name]([("get_weather", {"city": "Paris", "days": 2})])
+    for end in range(len(text)):
+        whole, _, _ = parse(name, [text[:end]])
+        single, _, _ = parse(name, list(text[:end]))
+        assert whole == single
+        full = '{"city": "Paris", "days": 2}'
+        for call in whole.calls:
+            assert full.startswith(call.arguments.removesuffix("}")) or call.arguments == full
+
+
+def test_blank_or_missing_arguments_are_an_empty_object() -> None:
+    for inner in ('{"name": "now"}', '{"name": "now", "arguments": null}', '{"name": "now", "arguments": ""}'):
+        assert parse("hermes", [f"<tool_call>{inner}</tool_call>"])[0].calls[0].arguments == "{}"
+
+
+def test_arguments_may_come_first_or_as_a_string_or_wrapped() -> None:
+    for inner in (
+        '{"arguments": {"a": [1, "}"]}, "name": "now"}',
+        '{"name": "now", "arguments": "{\\"a\\": [1, \\"}\\"]}"}',
+        '{"type": "function", "function": {"name": "now", "arguments": {"a": [1, "}"]}}}',
+        '{"id": 7, "x": {"name": "no"}, "name": "now", "arguments": {"a": [1, "}"]}, "y": [2]}',
+    ):
+        for pieces in ([inner], list(inner)):
+            parsed, _, _ = parse("hermes", ["<tool_call>", *pieces, "</tool_call>after"])
+            assert told(parsed) == [("now", {"a": [1, "}"]})], inner
+            assert parsed.text == "after"
+
+
+def test_newlines_inside_json_strings_are_escaped() -> None:
+    text = '<tool_call>{"name": "now", "arguments": {"code": "a\nb\tc"}}</tool_call>'
+    assert told(parse("hermes", list(text))[0]) == [("now", {"code": "a\nb\tc"})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", "12"),
+        ({"type": "integer"}, "12", 12),
+        ({"type": "integer"}, "twelve", "twelve"),
+        ({"type": "number"}, "12", 12),
+        ({"type": "number"}, "NaN", "NaN"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+        ({"type": "object"}, "{'a': 1}", {"a": 1}),
+        ({"type": "array"}, "[1, 2]", [1, 2]),
+        ({"enum": [1, 2]}, "2", 2),
+        ({}, "12", "12"),
+        ({"type": "array"}, "[" * 5000, "[" * 5000),
+    ],
+)
+def test_values_without_quotes_are_typed_by_the_schema(schema: Any, text: str, value: Any) -> None:
+    tools = {"f": {"properties": {"k": schema}}}
+    source = f"<tool_call><function=f><parameter=k>\n{text}\n</parameter></function></tool_call>"
+    assert told(parse("qwen3_coder", list(source), tools)[0]) == [("f", {"k": value})]
+
+
+def test_glm_values_without_a_schema_are_json_where_they_can_be() -> None:
+    text = "<tool_call>f\n" + "".join(
+        f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>" for key, value in {"a": "12", "b": "x y", "c": "[1]"}.items()
+    )
+    assert told(parse("glm45", [text + "</tool_call>"], {"f": {}})[0]) == [("f", {"a": 12, "b": "x y", "c": [1]})]
+
+
+def test_python_values_and_positions() -> None:
+    text = """[get_weather("O'Hare, [x]", days=-2), now(a={'b': (1, None)}, c=true, d=some.name, e="q\\"")]"""
+    assert told(parse("pythonic", list(text))[0]) == [
+        ("get_weather", {"city": "O'Hare, [x]", "days": -2}),
+        ("now", {"a": {"b": [1, None]}, "c": True, "d": "some.name", "e": 'q"'}),
+    ]
+
+
+def test_harmony_tells_thinking_answer_and_calls_apart() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
+        + "<|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}<|call|>"
+        + "<|start|>assistant<|channel|>final<|message|>It is noon.<|return|>"
+    )
+    for pieces in ([text], list(text)):
+        parsed, _, _ = parse("gpt-oss", pieces)
+        assert (parsed.reasoning, parsed.text, told(parsed)) == ("Hm.", "Looking.\nIt is noon.", [("now", {})])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(FORMATS)), st.lists(st.sampled_from(BITS), max_size=30), st.integers(0, 1 << 30))
+def test_any_chunking_of_anything_is_the_whole(name: str, bits: list[str], seed: int) -> None:
+    text = "".join(bits)
+    whole, _, _ = parse(name, [text])
+    for pieces in (list(text), cut(text, seed)):
+        assert parse(name, pieces)[0] == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(sorted(FORMATS)),
+    st.lists(st.tuples(st.text(max_size=8).filter(lambda text: text == text.strip()), st.integers(-9, 9)), min_size=1, max_size=3),
+    st.integers(0, 1 << 30),
+)
+def test_any_call_survives(name: str, values: list[tuple[str, int]], seed: int) -> None:
+    marks = ("</parameter>", "</arg_value>")
+    calls = [("get_weather", {"city": text, "days": days}) for text, days in values if not any(mark in text for mark in marks)]
+    if name == "pythonic":
+        calls = [(tool, {"city": arguments["city"].replace("\\", ""), "days": arguments["days"]}) for tool, arguments in calls]
+    assert told(parse(name, cut(FORMATS[name](calls), seed))[0]) == calls
+
+
+HOSTILE = [
+    "<tool_call>" * 9000,
+    "<tool_call>\n<function=now><parameter=a>" + "<" * 100_000,
+    '<tool_call>{"name": "now", "arguments": ' + "[" * 100_000,
+    '<tool_call>{"arguments": {"a": "' + "\\" * 100_000,
+    '{"name": "' + "n" * 100_000,
+    '{"' + "k" * 100_000,
+    "[" * 100_000,
+    "[get_weather(" + "a," * 50_000,
+    "[get_weather(city='" + "\\'" * 50_000,
+    "[get_weather(days=" + "1" * 100_000 + ")]",
+    "[now" * 25_000,
+    " \n" * 50_000,
+    "<" * 100_000,
+    "<|channel|>" * 9000,
+    "<|channel|>analysis<|message|><" * 4000,
+    "[TOOL_CALLS]" * 9000,
+    "[TOOL_CALLS]" + "a" * 100_000,
+    "<｜tool▁call▁begin｜>" * 5000,
+    "<tool_call>now\n" + "<arg_key>" * 10_000,
+    "<tool_call>now\n<arg_key>a</arg_key>" + "<arg_value>" * 9000,
+    "<|tool_call_begin|>" + "functions.now:0" * 7000,
+    "[now(" + "((" * 50_000,
+]
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"qwen25"}))
+def test_hostile_text_costs_linear_work(name: str) -> None:
+    for text in HOSTILE:
+        _, _, whole = parse(name, [text])
+        pieces = [text[start : start + 128] for start in range(0, len(text), 128)]
+        _, _, cut_up = parse(name, pieces)
+        assert whole.num_looked <= 5 * len(text), text[:40]
+        assert cut_up.num_looked <= 20 * len(text), text[:40]
+
+
+def test_text_events_are_never_empty() -> None:
+    _, events, _ = parse("hermes", list("a <tool_call>{}</tool_call> b"))
+    assert all(event.text for event in events if isinstance(event, Text | CallArguments))
