@@ -138,7 +138,7 @@ class _OpenAIEvent(msgspec.Struct):
 class OpenAIBackend:
     """POST /v1/completions with token ids as the prompt.
 
-    A chunk carries tokens if it has text: tokens that end inside a character arrive, for this clock, with the character.
+    A chunk carries tokens if it has text or ids: without ids, tokens that end inside a character arrive with the character.
     """
 
     path = "/v1/completions"
@@ -167,7 +167,7 @@ class OpenAIBackend:
         for choice in chunk.choices:
             if choice.finish_reason == "abort":
                 raise RequestFailed("aborted by the server")
-            if choice.text:
+            if choice.text or choice.token_ids:
                 reply.token_times.append(now)
             reply.output_ids += choice.token_ids or []
         if chunk.usage is not None:
@@ -175,6 +175,40 @@ class OpenAIBackend:
             reply.output_tokens = chunk.usage.completion_tokens or 0
             if chunk.usage.prompt_tokens_details is not None:
                 reply.cached_tokens = chunk.usage.prompt_tokens_details.cached_tokens
+
+
+# --- llama.cpp's completion -------------------------------------------------------------------------------------------------------
+
+
+class _LlamaEvent(msgspec.Struct):
+    tokens: list[int] = []
+    stop: bool = False
+    tokens_evaluated: int = 0
+    tokens_predicted: int = 0
+    error: Any = None
+
+
+class LlamaBackend:
+    """POST /completion of llama.cpp's server. The last event says ``stop``; there is no [DONE]."""
+
+    path = "/completion"
+
+    def __init__(self) -> None:
+        self._decode = msgspec.json.Decoder(_LlamaEvent).decode
+
+    def body(self, input_ids: list[int], output_len: int) -> dict[str, Any]:
+        fixed = {"temperature": 0.0, "ignore_eos": True, "cache_prompt": True, "return_tokens": True, "stream": True}
+        return {**fixed, "prompt": input_ids, "n_predict": output_len}
+
+    def read(self, event: bytes, now: float, reply: Reply) -> None:
+        chunk = self._decode(event)
+        if chunk.error is not None:
+            raise _told(chunk.error)
+        if chunk.tokens and not chunk.stop:
+            reply.token_times.append(now)
+            reply.output_ids += chunk.tokens
+        if chunk.stop:
+            reply.prompt_tokens, reply.output_tokens, reply.end = chunk.tokens_evaluated, chunk.tokens_predicted, now
 
 
 def _told(error: Any) -> RequestFailed:
@@ -217,10 +251,11 @@ class Client:
         """Close the connections."""
         await self._http.aclose()
 
-    async def send(self, input_ids: list[int], output_len: int) -> Reply:
-        """One request. It never raises for what a server or a network can do: that is the reply's error."""
+    async def send(self, input_ids: list[int], output_len: int, reply: Reply | None = None) -> Reply:
+        """One request, filled into ``reply`` as it goes. What a server or a network does is its error and never raised."""
         content = msgspec.json.encode(self._backend.body(input_ids, output_len))
-        reply = Reply(wanted=output_len, start=time.perf_counter())
+        reply = reply or Reply(wanted=output_len)
+        reply.start = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout):
                 await self._exchange(content, reply)
