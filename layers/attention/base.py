@@ -6,7 +6,7 @@ Legend: T tokens of the step, H query heads, K heads of keys and values, D head 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -39,3 +39,15 @@ class AttentionBackend(Protocol):
 
         Returns [T, H, D]. Modifies none of its arguments.
         """
+
+
+@runtime_checkable
+class RecordableBackend(AttentionBackend, Protocol):
+    """A backend whose decode steps can be recorded (a CUDA graph) and replayed over the same tensors with other contents."""
+
+    def plan_capture(self, batch: ForwardBatch) -> None:
+        """Instead of plan, right before a decode step over ``batch`` is recorded. Requests of any length may be replayed later. The
+        step has run once with ``plan`` before."""
+
+    def plan_replay(self, batch: ForwardBatch) -> None:
+        """Before each replay: the tensors of ``batch`` are the recorded ones, its host arrays hold the lengths of this step."""

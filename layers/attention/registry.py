@@ -22,7 +22,24 @@ def _triton(pool: KVPool) -> AttentionBackend:
     return TritonBackend(pool)
 
 
-_FACTORIES: dict[str, BackendFactory] = {"torch_native": _torch_native, "triton": _triton}
+def _flashinfer(pool: KVPool) -> AttentionBackend:
+    from .flashinfer import FlashInferBackend
+
+    return FlashInferBackend(pool)
+
+
+def _fa3(pool: KVPool) -> AttentionBackend:
+    from .fa3 import FlashAttention3Backend
+
+    return FlashAttention3Backend(pool)
+
+
+_FACTORIES: dict[str, BackendFactory] = {
+    "torch_native": _torch_native,
+    "triton": _triton,
+    "flashinfer": _flashinfer,
+    "fa3": _fa3,
+}
 
 
 def attention_backend(name: str) -> BackendFactory:
