@@ -22,6 +22,9 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     forward_age: float
     num_running: int
     num_waiting: int
+    num_used_tokens: int = 0
+    gen_throughput: float = 0.0
+    cache_hit_rate: float = 0.0
 
 
 class HealthMonitor:
@@ -56,4 +59,7 @@ class HealthMonitor:
             forward_age=last.forward_age,
             num_running=last.num_running,
             num_waiting=last.num_waiting,
+            num_used_tokens=last.num_used_tokens,
+            gen_throughput=last.gen_throughput,
+            cache_hit_rate=last.cache_hit_rate,
         )

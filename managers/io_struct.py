@@ -236,6 +236,9 @@ class Heartbeat(Message):
     forward_age: float
     num_running: int
     num_waiting: int
+    num_used_tokens: int = 0  # of the KV cache, by requests
+    gen_throughput: float = 0.0  # output tokens per second
+    cache_hit_rate: float = 0.0  # share of the prompt tokens of all admitted requests that the cache had
 
 
 class SchedulerReport(Message):

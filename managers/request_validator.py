@@ -27,6 +27,8 @@ from .sessions import SessionParams, Turn
 from .thinking import ThinkingPlanner
 
 MAX_PRIORITY = 1 << 31
+MAX_CHOICES = 1 << 16  # prompts times n of one request
+MAX_NAME_LEN = 4096  # characters of a rid, an extra_key, a cache_salt or a routing_key
 
 
 class TextEncoder(Protocol):
@@ -103,12 +105,16 @@ class RequestValidator:
         n = params[0].n
         if any(item.n != n for item in params):
             raise RequestError("n must be the same for all prompts of a batch.", param="n")
+        if num_prompts * n > MAX_CHOICES:
+            raise RequestError(f"A request may have {MAX_CHOICES} choices (prompts times n), got {num_prompts * n}.", param="n")
         rids, families = _rids(request.rid, num_prompts, n, single)
         extra_keys = per_prompt(request.extra_key, num_prompts, "extra_key", "")
         cache_salts = per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
-        _check_unicode(rid=families, extra_key=extra_keys, cache_salt=cache_salts, stop=[s for item in params for s in item.stop])
+        _check_names(rid=families, extra_key=extra_keys, cache_salt=cache_salts)
         _check_unicode(
-            stop_regex=[s for item in params for s in item.stop_regex], bad_words=[s for item in params for s in item.bad_words]
+            stop=[s for item in params for s in item.stop],
+            stop_regex=[s for item in params for s in item.stop_regex],
+            bad_words=[s for item in params for s in item.bad_words],
         )
         return RequestPlan(
             texts=texts,
@@ -196,7 +202,7 @@ class RequestValidator:
         if timeout is not None and not 0 < timeout < math.inf:
             raise RequestError(f"timeout must be a positive number of seconds, got {timeout}.", param="timeout")
         routing_key = request.routing_key or ""
-        _check_unicode(routing_key=[routing_key])
+        _check_names(routing_key=[routing_key])
         hint = request.cache_hint
         if hint is not None and math.isnan(hint.pin_seconds):
             raise RequestError("cache_hint.pin_seconds must be a number.", param="cache_hint")
@@ -298,6 +304,13 @@ def _session(request: GenerateInput, *, single: bool) -> SessionParams | None:
     if not single:
         raise RequestError("session_params: a turn of a session is one prompt with n = 1.", param="session_params")
     return request.session_params
+
+
+def _check_names(**fields: list[str]) -> None:
+    for name, values in fields.items():
+        if any(len(value) > MAX_NAME_LEN for value in set(values)):
+            raise RequestError(f"{name} must have at most {MAX_NAME_LEN} characters.", param=name)
+    _check_unicode(**fields)
 
 
 def _check_unicode(**fields: list[str]) -> None:

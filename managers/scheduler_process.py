@@ -264,10 +264,14 @@ class Pulse:
             return
 
     def _heartbeat(self, now: float) -> Heartbeat:
-        since, loads = self.scheduler.stats.waiting_since, self.scheduler.loads()
+        stats, loads = self.scheduler.stats, self.scheduler.loads()
+        since, num_prompt = stats.waiting_since, stats.num_prefill_tokens + stats.num_cached_tokens
         return Heartbeat(
             loop_age=max(now - self.last_turn, 0.0),
             forward_age=max(now - since, 0.0) if since else 0.0,
             num_running=loads.num_running,
             num_waiting=loads.num_waiting,
+            num_used_tokens=loads.num_used_tokens,
+            gen_throughput=stats.gen_throughput,
+            cache_hit_rate=stats.num_cached_tokens / max(num_prompt, 1),
         )

@@ -226,7 +226,7 @@ class TokenizerManager:
         """What the prefix cache holds: sizes in tokens, counters, and its k hottest prefixes with the text of their ends."""
         self._check_alive()
         reply = await self._calls.call(lambda call_id: CacheReportReq(call_id=call_id, k=k))
-        return await self._in_pool(with_texts, reply.state, self.tokenizer)
+        return await self.in_pool(with_texts, reply.state, self.tokenizer)
 
     async def explain_cache(self, request: GenerateInput) -> dict[str, Any]:
         """How much of one prompt would hit the prefix cache, and where it departs from the nearest cached prefix.
@@ -234,15 +234,16 @@ class TokenizerManager:
         Of the request only prompt, extra_key and cache_salt count. Raises RequestError as ``start`` does.
         """
         self._check_alive()
-        message = await self._in_pool(self._validator.prompt, request)
+        message = await self.in_pool(self._validator.prompt, request)
         reply = await self._calls.call(
             lambda call_id: ExplainCacheReq(
                 call_id=call_id, input_ids=message.input_ids, extra_key=message.extra_key, cache_salt=message.cache_salt
             )
         )
-        return await self._in_pool(explanation_of, reply.state, self.tokenizer)
+        return await self.in_pool(explanation_of, reply.state, self.tokenizer)
 
-    def _in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+    def in_pool(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Run what may take long (tokenising, templating) on a worker thread, so that the loop goes on."""
         return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
     def health(self) -> Health:

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 INTERNAL_MESSAGE = "Internal server error."
 RETRY_AFTER_SECONDS = "1"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
+_BUSY = (429, 503)  # worth another try a little later
 _TYPES = {404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestTooLargeError", 503: "ServiceUnavailableError"}
 
 
@@ -57,8 +58,10 @@ def error_response(path: str, error: Exception) -> Response:
     """The reply to a request at ``path`` that failed with ``error``."""
     known = as_request_error(error)
     headers = dict(getattr(error, "headers", None) or {})
-    if known.status_code == 503:
+    if known.status_code in _BUSY:
         headers["Retry-After"] = RETRY_AFTER_SECONDS
+    if known.status_code == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     body = msgspec.json.encode(error_body(known, openai=path.startswith("/v1/")))
     return Response(body, status_code=known.status_code, media_type="application/json", headers=headers)
 

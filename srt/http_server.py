@@ -15,7 +15,9 @@ from starlette.routing import BaseRoute
 
 from ..managers.errors import StartError
 from ..version import __version__
-from . import cache_api, http_errors, metrics, native_api, openapi, session_api, template_api
+from . import cache_api, http_errors, loads_api, metrics, native_api, openapi, score_api, session_api, template_api, tokens_api
+from .auth import Door
+from .head_limit import HeadLimitProtocol
 from .http_metrics import HttpMetrics
 from .openai import routes
 from .overload_gate import OverloadGate
@@ -33,13 +35,11 @@ def create_app(state: ServerState) -> FastAPI:
     app.state.server = state
     http_errors.install(app)
     app.add_middleware(OverloadGate, state=state)
+    app.add_middleware(Door, api_key=state.args.api_key, admin_api_key=state.args.admin_api_key)
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    native_api.install(app)
-    session_api.install(app)
-    cache_api.install(app)
-    template_api.install(app)
-    routes.install(app)
+    for api in (native_api, session_api, cache_api, template_api, tokens_api, score_api, loads_api, routes):
+        api.install(app)
     if state.args.enable_metrics:
         metrics.install(app, state)
     openapi.install(app)
@@ -100,7 +100,7 @@ def make_server(app: FastAPI, args: ServerArgs, drain_seconds: int) -> HttpServe
     config = uvicorn.Config(
         app,
         loop="none",
-        http="httptools",
+        http=HeadLimitProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

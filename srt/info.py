@@ -13,6 +13,11 @@ from .server_args import ServerArgs
 SECRET_WORDS = ("key", "password", "secret", "token")  # endings of options that are never shown
 
 
+def shown(name: str, value: Any) -> Any:
+    """An option's value as it may be printed."""
+    return "(hidden)" if name.endswith(SECRET_WORDS) and value is not None else value
+
+
 def model_info(tm: TokenizerManager) -> dict[str, Any]:
     """The model that is served."""
     config, model = tm.config, tm.info.model

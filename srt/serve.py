@@ -18,6 +18,7 @@ from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
 from ..managers.tokenizer_manager import TokenizerManager
 from .http_server import bind, create_app, make_server
+from .info import shown
 from .launcher import Launched, launch
 from .server_args import ServerArgs, options
 from .server_state import ServerState
@@ -56,14 +57,14 @@ def explanation(args: ServerArgs, info: SchedulerInfo) -> list[str]:
     """One line for each option and each derived value."""
     lines = ["Options:"]
     for option in options():
-        value = getattr(args, option.name)
+        value = shown(option.name, getattr(args, option.name))
         lines.append(f"  {option.name} = {value!r}  ({'default' if value == option.default else 'set'}; {option.help})")
     values = {**msgspec.to_builtins(info.model), **msgspec.to_builtins(info)}
     reasons = {**info.model.explain, **info.explain}
-    shown = {name: value for name, value in values.items() if name not in ("explain", "model")}
+    plain = {name: value for name, value in values.items() if name not in ("explain", "model")}
     lines.append("Derived:")
-    for name in dict.fromkeys([*shown, *reasons]):
-        value = f" = {shown[name]!r}" if name in shown else ""
+    for name in dict.fromkeys([*plain, *reasons]):
+        value = f" = {plain[name]!r}" if name in plain else ""
         reason = f"  ({reasons[name]})" if name in reasons else ""
         lines.append(f"  {name}{value}{reason}")
     return lines

@@ -63,6 +63,16 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     # HTTP
     host: Annotated[str, Meta(description="Address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0: any free one")] = 30000
+    api_key: Annotated[
+        str | None, Meta(description="Key that requests must bring; unset: none is asked for", extra={"env": "BANYAN_API_KEY"})
+    ] = None
+    admin_api_key: Annotated[
+        str | None,
+        Meta(
+            description="Key of the routes that control the server, which --api-key opens no longer then",
+            extra={"env": "BANYAN_ADMIN_API_KEY"},
+        ),
+    ] = None
     served_model_name: Annotated[str | None, Meta(description="Name in /v1/models and in replies, if not the model path")] = None
     chat_template: Annotated[str | None, Meta(description="Jinja file used instead of the tokenizer's chat template")] = None
     weight_version: Annotated[str, Meta(description="Version of the weights, told in every reply and part of the cache key")] = (
@@ -238,8 +248,9 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         return cls.from_kwargs({name: value for name, value in vars(namespace).items() if name in cls.__struct_fields__})
 
     def _check(self) -> None:
-        if not self.model_path:
-            raise StartError("--model-path must not be empty.")
+        for name in ("model_path", "api_key", "admin_api_key"):
+            if getattr(self, name) == "":
+                raise StartError(f"{flag(name)} must not be empty.")
         for name in ("json_model_override_args", "preferred_sampling_params"):
             _json_object(flag(name), getattr(self, name))
         _json_object("--logit-processors", self.logit_processors)

@@ -159,6 +159,9 @@ class FakeManager:
         self.flush_timeouts.append(timeout)
         return self.flush_reply
 
+    async def in_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.to_thread(function, *arguments)
+
     async def open_session(self, request: OpenSession) -> str:
         session_id = request.session_id or f"session {len(self.sessions)}"
         self.sessions.open(session_id, request, now=0)
@@ -232,6 +235,12 @@ def wait_for(condition: Callable[[], Any], timeout: float = 20.0) -> None:
 @pytest.fixture(name="wait_for")
 def wait_for_fixture() -> Callable[..., None]:
     return wait_for
+
+
+@pytest.fixture(scope="session")
+def make_served() -> type[Served]:
+    """Servers with options of their own; the caller closes them."""
+    return Served
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,65 @@
+"""Every route of the server and who may use it. A path that is not in the table needs a key like any other, and is a 404 then."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import MappingProxyType
+
+
+class Access(Enum):
+    """Who may use a route. PUBLIC: everyone. API: who has the API key, if there is one. ADMIN: see srt/auth.py."""
+
+    PUBLIC = "public"
+    API = "api"
+    ADMIN = "admin"
+
+
+def _table() -> dict[str, Access]:
+    public = ("/health", "/health_generate", "/livez", "/metrics", "/readyz")
+    api = (
+        "/",
+        "/docs",
+        "/docs/oauth2-redirect",
+        "/openapi.json",
+        "/redoc",
+        "/apply-template",
+        "/detokenize",
+        "/generate",
+        "/get_load",
+        "/get_model_info",
+        "/get_server_info",
+        "/model_info",
+        "/server_info",
+        "/tokenize",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/detokenize",
+        "/v1/loads",
+        "/v1/models",
+        "/v1/models/{name:path}",
+        "/v1/score",
+        "/v1/tokenize",
+        "/open_session",
+        "/close_session",
+    )
+    admin = (
+        "/abort_request",
+        "/continue_generation",
+        "/flush_cache",
+        "/pause_generation",
+        "/radix_cache",
+        "/radix_cache/explain",
+    )
+    return {
+        **dict.fromkeys(public, Access.PUBLIC),
+        **dict.fromkeys(api, Access.API),
+        **dict.fromkeys(admin, Access.ADMIN),
+    }
+
+
+ROUTES = MappingProxyType(_table())
+
+
+def access_of(path: str) -> Access:
+    """The class of a request's decoded path, exactly as the router sees it. Whatever is not listed is no public route."""
+    return ROUTES.get(path, Access.API)
