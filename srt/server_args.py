@@ -253,10 +253,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
                 raise StartError(f"{flag(name)} must not be empty.")
         for name in ("json_model_override_args", "preferred_sampling_params"):
             _json_object(flag(name), getattr(self, name))
-        _json_object("--logit-processors", self.logit_processors)
-        for name, place in json.loads(self.logit_processors).items():
-            if not name or not isinstance(place, str) or not re.fullmatch(r"[\w.]+:\w+", place):
-                raise StartError(f'--logit-processors: a name must lead to "module:Class", got {name!r}: {place!r}.')
+        _check_processors(self.logit_processors)
         size = self.chunked_prefill_size
         if size is not None and size != -1 and size < self.page_size:
             raise StartError(f"--chunked-prefill-size must be -1 (off) or at least the page size {self.page_size}, got {size}.")
@@ -460,6 +457,13 @@ def _readable(message: str, given: Mapping[str, Any]) -> str:
         (choices,) = [option.choices for option in options() if option.name == name]
         reason = f"one of {', '.join(choices or ())} is expected"
     return f"{flag(name)}: {reason[0].lower()}{reason[1:]}, got {given.get(name)!r}."
+
+
+def _check_processors(text: str) -> None:
+    _json_object("--logit-processors", text)
+    for name, place in json.loads(text).items():
+        if not name or not isinstance(place, str) or not re.fullmatch(r"[\w.]+:\w+", place):
+            raise StartError(f'--logit-processors: a name must lead to "module:Class", got {name!r}: {place!r}.')
 
 
 def _json_object(name: str, text: str) -> None:
