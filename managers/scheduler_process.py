@@ -272,6 +272,6 @@ class Pulse:
             num_running=loads.num_running,
             num_waiting=loads.num_waiting,
             num_used_tokens=loads.num_used_tokens,
-            gen_throughput=stats.gen_throughput,
+            gen_throughput=stats.log.gen_throughput,
             cache_hit_rate=stats.num_cached_tokens / max(num_prompt, 1),
         )
