@@ -22,6 +22,12 @@ def _triton(pool: KVPool) -> AttentionBackend:
     return TritonBackend(pool)
 
 
+def _cpu(pool: KVPool) -> AttentionBackend:
+    from .cpu import CpuBackend
+
+    return CpuBackend(pool)
+
+
 def _flashinfer(pool: KVPool) -> AttentionBackend:
     from .flashinfer import FlashInferBackend
 
@@ -36,6 +42,7 @@ def _fa3(pool: KVPool) -> AttentionBackend:
 
 _FACTORIES: dict[str, BackendFactory] = {
     "torch_native": _torch_native,
+    "cpu": _cpu,
     "triton": _triton,
     "flashinfer": _flashinfer,
     "fa3": _fa3,

@@ -56,7 +56,7 @@ class TorchNativeBackend:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
-        self._dtype = pool.k(0).dtype
+        self._dtype = pool.compute_dtype
         self._device = pool.k(0).device
         self._plans: dict[int | None, _Plan] = {}
         self._templates: dict[int | None, torch.Tensor] = {}
@@ -107,7 +107,7 @@ class TorchNativeBackend:
 
     def _plan_request(self, batch: ForwardBatch, b: int, start: int, num_keys: int) -> _Request:
         num_queries, seq_len = int(batch.extend_lens_host[b]), int(batch.seq_lens_host[b])
-        if num_queries == seq_len:
+        if num_queries == seq_len and self._pool.exact:
             return _Request(start, num_queries, None)
         row = batch.req_to_token[batch.rows[b]]
         return _Request(start, num_queries, row[seq_len - num_keys : seq_len].long())

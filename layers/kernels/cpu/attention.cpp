@@ -1,0 +1,352 @@
+// Attention over the slots of a pool, without a copy of what a request holds.
+//
+// A block is a few queries that read the same keys: consecutive tokens of one request, or one token each of requests that share a
+// prefix. A block walks over its tiles from left to right (attend.h) and reads K and V of a tile once for all of its queries. Blocks
+// run in parallel. Where there are too few of them, the tiles of a token are computed on their own and folded afterwards, in the
+// same order.
+#include "attention.h"
+
+#include <omp.h>
+
+#include <vector>
+
+#include "attend.h"
+#include "kv_row.h"
+
+namespace bny {
+namespace {
+
+constexpr int BLOCK_ROWS = 96;      // queries of a block, tokens times heads that share a KV head
+constexpr int64_t SMALL = 1 << 15;  // multiplications below which waking threads costs more than it saves
+
+struct Block {
+  int64_t request;          // whose row names the slots
+  int64_t token, count;     // of the step; of a group: places in step.members
+  int64_t position;         // of the first token; of a group: the length of what is shared
+  int head, num_heads;      // KV heads
+  int64_t tile, end;        // tiles
+  bool shared, part;        // part: leaves the states of its tiles for the fold
+};
+
+struct Work {
+  const bny_kv& kv;
+  const bny_step& step;
+  const float* q;
+  int64_t q_stride;
+  float* out;
+  int64_t out_stride;
+  int P, group;                         // group: query heads of a KV head
+  std::vector<Block> first, blocks;     // first: those of shared prefixes, whose states the others start from
+  std::vector<int64_t> shared_tiles;    // of each request, 0 where it shares nothing
+  std::vector<int64_t> part_of;         // of each request: its first tile's place in parts, -1 where it is not cut
+  std::vector<int64_t> first_tile;      // of each request that is cut
+  std::vector<int64_t> num_tiles;
+};
+
+// Per-thread memory that lives on from call to call.
+struct Scratch {
+  std::vector<float> q, states, rows;
+  std::vector<int> lo, hi;
+  Tile tile;
+  Ahead ahead;
+  float* grown(std::vector<float>& v, int64_t size) {
+    if ((int64_t)v.size() < size) v.resize(size);
+    return v.data();
+  }
+};
+thread_local Scratch scratch;
+std::vector<float> shared_states, parts;  // one forward pass at a time runs in a process
+
+int64_t first_key(const bny_kv& kv, int64_t position) { return kv.window > 0 ? std::max<int64_t>(0, position - kv.window + 1) : 0; }
+
+// Rows of one KV head at a tile, for Tile (float32) and Ahead (whatever they hold).
+struct Rows {
+  const bny_kv& kv;
+  const int32_t* slots;
+  int head;
+  int64_t place(int j) const { return (int64_t)slots[j] * kv.kv_heads + head; }
+  const char* raw(const void* base, int j) const { return (const char*)base + place(j) * kv.head_dim * element_size(kv.type); }
+};
+
+void read_row(const Rows& rows, const void* base, const float* scales, int j, float* out, int P) {
+  const char* from = rows.raw(base, j);
+  const int D = rows.kv.head_dim, whole = D / VL * VL;
+  if (rows.kv.type == BNY_KV_F32) {
+    memcpy(out, from, sizeof(float) * D);
+  } else if (rows.kv.type == BNY_KV_BF16) {
+    const uint16_t* x = (const uint16_t*)from;
+    for (int d = 0; d < whole; d += VL) vf_store(out + d, vf_from_bf16(x + d));
+    for (int d = whole; d < D; d++) out[d] = bf16_to_f32(x[d]);
+  } else {
+    const int8_t* x = (const int8_t*)from;
+    const float scale = scales[rows.place(j)];
+    for (int d = 0; d < whole; d += VL) vf_store(out + d, vf_mul(vf_from_i8(x + d), vf_set1(scale)));
+    for (int d = whole; d < D; d++) out[d] = x[d] * scale;
+  }
+  for (int d = D; d < P; d++) out[d] = 0;
+}
+
+// The keys [lo, hi) of a tile as float32 rows: where they lie, or converted into scratch, fetching what comes next meanwhile.
+void open_tile(const Rows& rows, int lo, int hi, int P, const Ahead* ahead) {
+  Tile& tile = scratch.tile;
+  tile.lo = lo, tile.hi = hi;
+  if (rows.kv.type == BNY_KV_F32 && P == rows.kv.head_dim) {
+    for (int j = lo; j < hi; j++) {
+      tile.k[j] = (const float*)rows.raw(rows.kv.k, j);
+      tile.v[j] = (const float*)rows.raw(rows.kv.v, j);
+    }
+    return;
+  }
+  float* k = scratch.grown(scratch.rows, 2 * TILE * P);
+  float* v = k + TILE * P;
+  for (int j = lo; j < hi; j++) {
+    if (ahead) ahead->fetch(ahead->k, j, j + 1), ahead->fetch(ahead->v, j, j + 1);
+    tile.k[j] = k + j * P, tile.v[j] = v + j * P;
+    read_row(rows, rows.kv.k, rows.kv.k_scale, j, k + j * P, P);
+    read_row(rows, rows.kv.v, rows.kv.v_scale, j, v + j * P, P);
+  }
+}
+
+const int32_t* slots_of(const bny_step& step, int64_t request) { return step.table + step.rows[request] * step.table_stride; }
+
+// Tokens and positions of a block's queries.
+int64_t token_of(const Work& w, const Block& b, int64_t i) {
+  return b.shared ? w.step.starts[w.step.members[b.token + i]] : b.token + i;
+}
+
+void load_queries(const Work& w, const Block& b, float* q) {
+  const int D = w.kv.head_dim;
+  for (int h = 0; h < b.num_heads; h++)
+    for (int64_t i = 0; i < b.count; i++) {
+      const float* from = w.q + token_of(w, b, i) * w.q_stride + (int64_t)(b.head + h) * w.group * D;
+      for (int g = 0; g < w.group; g++, q += w.P) {
+        memcpy(q, from + g * D, sizeof(float) * D);
+        for (int d = D; d < w.P; d++) q[d] = 0;
+      }
+    }
+}
+
+float* shared_state(const Work& w, int64_t request, int64_t head) {
+  return shared_states.data() + (request * w.kv.heads + head) * state_size(w.P);
+}
+
+float* part_state(const Work& w, int64_t request, int64_t tile, int64_t head) {
+  const int64_t place = w.part_of[request] + tile - w.first_tile[request];
+  return parts.data() + (place * w.kv.heads + head) * state_size(w.P);
+}
+
+// Where the state of query (h, i, g) of a block starts from, and where it goes.
+void start_states(const Work& w, const Block& b, float* states) {
+  const int64_t size = state_size(w.P);
+  const bool continues = !b.shared && !b.part && w.shared_tiles[b.request] > 0;
+  for (int64_t n = 0; n < (int64_t)b.num_heads * b.count * w.group; n++) {
+    if (continues)
+      memcpy(states + n * size, shared_state(w, b.request, (int64_t)b.head * w.group + n), sizeof(float) * size);
+    else
+      clear_state(states + n * size, w.P);
+  }
+}
+
+void finish_states(const Work& w, const Block& b, const float* states, int64_t tile) {
+  const int64_t size = state_size(w.P);
+  const int D = w.kv.head_dim;
+  for (int h = 0; h < b.num_heads; h++)
+    for (int64_t i = 0; i < b.count; i++)
+      for (int g = 0; g < w.group; g++, states += size) {
+        const int64_t head = (int64_t)(b.head + h) * w.group + g;
+        if (b.shared)
+          memcpy(shared_state(w, w.step.members[b.token + i], head), states, sizeof(float) * size);
+        else if (b.part)
+          memcpy(part_state(w, b.request, tile, head), states, sizeof(float) * size);
+        else
+          finish_state(states, w.out + (b.token + i) * w.out_stride + head * D, D, w.P);
+      }
+}
+
+// What each query of a block sees of a tile, and what the tile must hold.
+void visible(const Work& w, const Block& b, int64_t tile, int* lo_all, int* hi_all) {
+  const int64_t begin = tile * TILE;
+  *lo_all = TILE, *hi_all = 0;
+  for (int64_t i = 0; i < b.count; i++) {
+    int lo = 0, hi = TILE;
+    if (!b.shared) {
+      const int64_t position = b.position + i;
+      lo = (int)std::min<int64_t>(TILE, std::max<int64_t>(0, first_key(w.kv, position) - begin));
+      hi = (int)std::max<int64_t>(0, std::min<int64_t>(TILE, position + 1 - begin));
+    }
+    for (int g = 0; g < w.group; g++) scratch.lo[i * w.group + g] = lo, scratch.hi[i * w.group + g] = hi;
+    if (lo < hi) *lo_all = std::min(*lo_all, lo), *hi_all = std::max(*hi_all, hi);
+  }
+}
+
+const Ahead* look_ahead(const Work& w, const Block& b, int64_t tile, int head) {
+  const int64_t last = b.shared ? b.position : b.position + b.count;
+  if (tile >= b.end) return nullptr;
+  const Rows rows{w.kv, slots_of(w.step, b.request) + tile * TILE, head};
+  Ahead& ahead = scratch.ahead;
+  ahead.count = (int)std::min<int64_t>(TILE, last - tile * TILE);
+  ahead.bytes = w.kv.head_dim * element_size(w.kv.type);
+  for (int j = 0; j < ahead.count; j++) ahead.k[j] = rows.raw(w.kv.k, j), ahead.v[j] = rows.raw(w.kv.v, j);
+  return &ahead;
+}
+
+void run_block(const Work& w, const Block& b) {
+  const int64_t n = b.count * w.group, all = n * b.num_heads, size = state_size(w.P);
+  float* q = scratch.grown(scratch.q, all * w.P);
+  float* states = scratch.grown(scratch.states, all * size);
+  if ((int64_t)scratch.lo.size() < n) scratch.lo.resize(n), scratch.hi.resize(n);
+  load_queries(w, b, q);
+  start_states(w, b, states);
+  const bool direct = w.kv.type == BNY_KV_F32 && w.P == w.kv.head_dim;
+  for (int64_t tile = b.tile; tile < b.end; tile++) {
+    int lo, hi;
+    visible(w, b, tile, &lo, &hi);
+    for (int h = 0; h < b.num_heads && lo < hi; h++) {
+      const bool last = h + 1 == b.num_heads;
+      const Ahead* ahead = look_ahead(w, b, last ? tile + 1 : tile, last ? b.head : b.head + h + 1);
+      open_tile(Rows{w.kv, slots_of(w.step, b.request) + tile * TILE, b.head + h}, lo, hi, w.P, direct ? nullptr : ahead);
+      attend(q + h * n * w.P, (int)n, scratch.tile, direct ? ahead : nullptr, scratch.lo.data(), scratch.hi.data(), w.kv,
+                   states + h * n * size, w.P);
+    }
+    if (b.part) {
+      finish_states(w, b, states, tile);
+      start_states(w, b, states);
+    }
+  }
+  if (!b.part) finish_states(w, b, states, 0);
+}
+
+// The parts of one token's query head, in order.
+void fold_parts(const Work& w, int64_t request, int64_t head) {
+  float* state = scratch.grown(scratch.states, state_size(w.P));
+  if (w.shared_tiles[request] > 0)
+    memcpy(state, shared_state(w, request, head), sizeof(float) * state_size(w.P));
+  else
+    clear_state(state, w.P);
+  for (int64_t i = 0; i < w.num_tiles[request]; i++) fold_state(state, part_state(w, request, w.first_tile[request] + i, head), w.P);
+  finish_state(state, w.out + w.step.starts[request] * w.out_stride + head * w.kv.head_dim, w.kv.head_dim, w.P);
+}
+
+// --- planning -----------------------------------------------------------------------------------------------------------------
+
+void plan_groups(Work& w, int threads) {
+  const bny_step& step = w.step;
+  if (w.kv.window > 0) return;
+  for (int64_t g = 0, begin = 0; g < step.num_groups; begin = step.group_ends[g++]) {
+    const int64_t members = step.group_ends[g] - begin, tiles = step.group_lens[g] / TILE;
+    if (tiles == 0) continue;
+    for (int64_t i = 0; i < members; i++) w.shared_tiles[step.members[begin + i]] = tiles;
+    int64_t each = std::max<int64_t>(1, BLOCK_ROWS / w.group);
+    while (each > 2 && w.kv.kv_heads * ((members + each - 1) / each) < 2 * threads) each = (each + 1) / 2;
+    for (int h = 0; h < w.kv.kv_heads; h++)
+      for (int64_t i = 0; i < members; i += each)
+        w.first.push_back({step.members[begin], begin + i, std::min(each, members - i), tiles * TILE, h, 1, 0, tiles, true, false});
+  }
+}
+
+void plan_decode(Work& w, int64_t b, int64_t num_decodes, int threads) {
+  const int64_t position = w.step.seq_lens[b] - 1, end = position / TILE + 1;
+  const int64_t begin = std::max(w.shared_tiles[b], first_key(w.kv, position) / TILE);
+  const int64_t token = w.step.starts[b];
+  if (num_decodes >= 4 * threads) {
+    w.blocks.push_back({b, token, 1, position, 0, w.kv.kv_heads, begin, end, false, false});
+    return;
+  }
+  const int64_t wanted = (4 * threads + num_decodes * w.kv.kv_heads - 1) / (num_decodes * w.kv.kv_heads);
+  const int64_t each = std::max<int64_t>(1, (end - begin + wanted - 1) / wanted);
+  const bool cut = threads > 1 && end - begin > each;
+  if (cut) {
+    w.part_of[b] = (int64_t)parts.size();  // in tiles until all are known
+    w.first_tile[b] = begin, w.num_tiles[b] = end - begin;
+  }
+  for (int h = 0; h < w.kv.kv_heads; h++)
+    for (int64_t t = begin; t < end; t += cut ? each : end - begin)
+      w.blocks.push_back({b, token, 1, position, h, 1, t, cut ? std::min(end, t + each) : end, false, cut});
+}
+
+void plan_extend(Work& w, int64_t b, int threads) {
+  const int64_t length = w.step.extend_lens[b], prefix = w.step.seq_lens[b] - length;
+  int64_t each = std::max<int64_t>(1, BLOCK_ROWS / w.group);
+  while (each > 8 && w.kv.kv_heads * w.step.num_requests * ((length + each - 1) / each) < 4 * threads) each = (each + 1) / 2;
+  for (int64_t i = (length - 1) / each * each; i >= 0; i -= each)  // the longest first
+    for (int h = 0; h < w.kv.kv_heads; h++) {
+      const int64_t count = std::min(each, length - i), position = prefix + i;
+      const int64_t tile = first_key(w.kv, position) / TILE, end = (position + count - 1) / TILE + 1;
+      w.blocks.push_back({b, w.step.starts[b] + i, count, position, h, 1, tile, end, false, false});
+    }
+}
+
+int64_t plan(Work& w, int threads) {
+  const bny_step& step = w.step;
+  int64_t num_decodes = 0, work = 0, num_parts = 0;
+  for (int64_t b = 0; b < step.num_requests; b++) {
+    num_decodes += step.extend_lens[b] == 1;
+    work += step.extend_lens[b] * step.seq_lens[b] * w.kv.heads * w.kv.head_dim * 2;
+  }
+  if (work < SMALL) threads = 1;
+  plan_groups(w, threads);
+  for (int64_t b = 0; b < step.num_requests; b++)
+    if (step.extend_lens[b] > 1) plan_extend(w, b, threads);
+  for (int64_t b = 0; b < step.num_requests; b++)
+    if (step.extend_lens[b] == 1) {
+      plan_decode(w, b, num_decodes, threads);
+      if (w.part_of[b] >= 0) w.part_of[b] = num_parts, num_parts += w.num_tiles[b];
+    }
+  const int64_t each = w.kv.heads * state_size(w.P);
+  if ((int64_t)parts.size() < num_parts * each) parts.resize(num_parts * each);
+  if (!w.first.empty() && (int64_t)shared_states.size() < step.num_requests * each) shared_states.resize(step.num_requests * each);
+  return work < SMALL ? 1 : threads;
+}
+
+}  // namespace
+}  // namespace bny
+
+extern "C" {
+
+void bny_attention(const bny_kv* kv, const bny_step* step, const float* q, int64_t q_stride, float* out, int64_t out_stride) {
+  using namespace bny;
+  const size_t n = step->num_requests;
+  Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, {}, {}, {}, {}};
+  w.shared_tiles.assign(n, 0), w.part_of.assign(n, -1), w.first_tile.assign(n, 0), w.num_tiles.assign(n, 0);
+  const int threads = (int)plan(w, omp_get_max_threads());
+  bool cut = false;
+  for (size_t b = 0; b < n; b++) cut |= w.part_of[b] >= 0;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < w.first.size(); i++) run_block(w, w.first[i]);
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < w.blocks.size(); i++) run_block(w, w.blocks[i]);
+    if (cut) {
+#pragma omp for schedule(static) collapse(2)
+      for (size_t b = 0; b < n; b++)
+        for (int h = 0; h < kv->heads; h++)
+          if (w.part_of[b] >= 0) fold_parts(w, (int64_t)b, h);
+    }
+  }
+}
+
+void bny_kv_write(const bny_kv* kv, const bny_step* step, const float* k, int64_t k_stride, const float* v, int64_t v_stride) {
+  using namespace bny;
+  const int64_t T = step->num_tokens, D = kv->head_dim, heads = kv->kv_heads;
+#pragma omp parallel for num_threads(bny_threads(T * heads * D))
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t h = 0; h < heads; h++) {
+      write_row(*kv, kv->k, kv->k_scale, step->slots[t] * heads + h, k + t * k_stride + h * D);
+      write_row(*kv, kv->v, kv->v_scale, step->slots[t] * heads + h, v + t * v_stride + h * D);
+    }
+}
+
+int64_t bny_check_slots(const bny_step* step, int64_t num_slots) {
+  for (int64_t t = 0; t < step->num_tokens; t++)
+    if (step->slots[t] < 0 || step->slots[t] >= num_slots) return t;
+  for (int64_t b = 0; b < step->num_requests; b++) {
+    const int32_t* slots = bny::slots_of(*step, b);
+    const uint32_t limit = (uint32_t)num_slots;
+    uint32_t bad = 0;
+    for (int64_t i = 0; i < step->seq_lens[b]; i++) bad |= (uint32_t)slots[i] >= limit;
+    if (bad) return b;
+  }
+  return -1;
+}
+}

@@ -1,0 +1,143 @@
+#include "small_ops.h"
+
+#include "kv_row.h"
+#include "vec.h"
+
+namespace bny {
+namespace {
+
+float square_sum(const float* x, int64_t n) {
+  vf a = vf_zero(), b = vf_zero();
+  int64_t i = 0;
+  for (; i + 2 * VL <= n; i += 2 * VL) {
+    const vf u = vf_load(x + i), v = vf_load(x + i + VL);
+    a = vf_fma(u, u, a), b = vf_fma(v, v, b);
+  }
+  float rest = 0;
+  for (; i < n; i++) rest = std::fma(x[i], x[i], rest);
+  return vf_sum(vf_add(a, b)) + rest;
+}
+
+void norm_row(const float* x, const float* weight, float eps, float* out, int64_t n) {
+  const float factor = 1.0f / std::sqrt(square_sum(x, n) / (float)n + eps);
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) vf_store(out + i, vf_mul(vf_mul(vf_load(x + i), vf_set1(factor)), vf_load(weight + i)));
+  for (; i < n; i++) out[i] = x[i] * factor * weight[i];
+}
+
+void rotate_row(float* x, const float* cos, const float* sin, int64_t half) {
+  int64_t i = 0;
+  for (; i + VL <= half; i += VL) {
+    const vf a = vf_load(x + i), b = vf_load(x + half + i), c = vf_load(cos + i), s = vf_load(sin + i);
+    vf_store(x + i, vf_sub(vf_mul(a, c), vf_mul(b, s)));
+    vf_store(x + half + i, vf_fma(a, s, vf_mul(b, c)));
+  }
+  for (; i < half; i++) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * cos[i] - b * sin[i];
+    x[half + i] = std::fma(a, sin[i], b * cos[i]);
+  }
+}
+
+BNY_INLINE vf gate(int act, vf x) {
+  if (act == BNY_SILU) return vf_div(x, vf_add(vf_set1(1.0f), vf_exp(vf_sub(vf_zero(), x))));
+  const vf inner = vf_mul(vf_set1(0.79788456f), vf_fma(vf_mul(vf_mul(x, x), x), vf_set1(0.044715f), x));
+  return vf_mul(vf_mul(vf_set1(0.5f), x), vf_add(vf_set1(1.0f), vf_tanh(inner)));
+}
+
+float gate_one(int act, float x) {
+  if (act == BNY_GELU) return 0.5f * x * (1.0f + std::erf(x * 0.70710678f));
+  float out[VL];
+  vf_store(out, gate(act, vf_set1(x)));
+  return out[0];
+}
+
+void act_row(int act, const float* x, float* out, int64_t begin, int64_t end, int64_t inner) {
+  int64_t i = begin;
+  if (act != BNY_GELU)
+    for (; i + VL <= end; i += VL) vf_store(out + i, vf_mul(gate(act, vf_load(x + i)), vf_load(x + inner + i)));
+  for (; i < end; i++) out[i] = gate_one(act, x[i]) * x[inner + i];
+}
+
+int64_t argmax_row(const float* x, int64_t n) {
+  vf top = vf_set1(-kInf);
+  int64_t i = 0;
+  bool nan = false;
+  for (; i + VL <= n; i += VL) top = vf_max(top, vf_load(x + i));
+  float best = vf_hmax(top);
+  for (; i < n; i++) best = x[i] > best ? x[i] : best;
+  for (i = 0; i < n; i++) nan |= x[i] != x[i];
+  for (i = 0; i < n; i++)
+    if (nan ? x[i] != x[i] : x[i] == best) return i;
+  return 0;
+}
+
+}  // namespace
+}  // namespace bny
+
+extern "C" {
+
+void bny_embed(const void* table, int32_t type, const int64_t* ids, int64_t T, int64_t dim, float scale, float* out, int64_t ldo) {
+#pragma omp parallel for num_threads(bny_threads(T * dim))
+  for (int64_t t = 0; t < T; t++) {
+    float* to = out + t * ldo;
+    if (type == BNY_F32) {
+      const float* from = (const float*)table + ids[t] * dim;
+      for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale;
+    } else {
+      const uint16_t* from = (const uint16_t*)table + ids[t] * dim;
+      for (int64_t i = 0; i < dim; i++) to[i] = bf16_to_f32(from[i]) * scale;
+    }
+  }
+}
+
+void bny_norm(const float* x, int64_t ldx, const float* weight, float eps, float* out, int64_t ldo, int64_t T, int64_t dim) {
+#pragma omp parallel for num_threads(bny_threads(T * dim))
+  for (int64_t t = 0; t < T; t++) bny::norm_row(x + t * ldx, weight, eps, out + t * ldo, dim);
+}
+
+void bny_add_norm(
+    const float* x, int64_t ldx, float* sum, int64_t lds, const float* weight, float eps, float* out, int64_t ldo, int64_t T, int64_t dim) {
+#pragma omp parallel for num_threads(bny_threads(T * dim))
+  for (int64_t t = 0; t < T; t++) {
+    float* to = sum + t * lds;
+    for (int64_t i = 0; i < dim; i++) to[i] += x[t * ldx + i];
+    bny::norm_row(to, weight, eps, out + t * ldo, dim);
+  }
+}
+
+void bny_act_mul(int32_t act, const float* x, int64_t ldx, float* out, int64_t ldo, int64_t T, int64_t inner) {
+  const int64_t part = 512, parts = (inner + part - 1) / part;
+#pragma omp parallel for num_threads(bny_threads(T * inner * 8)) collapse(2)
+  for (int64_t t = 0; t < T; t++)
+    for (int64_t p = 0; p < parts; p++)
+      bny::act_row(act, x + t * ldx, out + t * ldo, p * part, std::min(inner, (p + 1) * part), inner);
+}
+
+void bny_rope_write(
+    const bny_kv* kv, const bny_step* step, float* qkv, int64_t ld, const int64_t* positions, const float* cos, const float* sin,
+    const float* q_norm, const float* k_norm, float eps) {
+  const int64_t D = kv->head_dim, half = D / 2, T = step->num_tokens;
+#pragma omp parallel for num_threads(bny_threads(T * ld))
+  for (int64_t t = 0; t < T; t++) {
+    const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
+    float* row = qkv + t * ld;
+    for (int64_t h = 0; h < kv->heads + kv->kv_heads; h++) {
+      float* x = row + h * D;
+      const float* weight = h < kv->heads ? q_norm : k_norm;
+      if (weight) bny::norm_row(x, weight, eps, x, D);
+      bny::rotate_row(x, c, s, half);
+    }
+    for (int64_t h = 0; h < kv->kv_heads; h++) {
+      const int64_t place = step->slots[t] * kv->kv_heads + h;
+      bny::write_row(*kv, kv->k, kv->k_scale, place, row + (kv->heads + h) * D);
+      bny::write_row(*kv, kv->v, kv->v_scale, place, row + (kv->heads + kv->kv_heads + h) * D);
+    }
+  }
+}
+
+void bny_argmax(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V) {
+#pragma omp parallel for num_threads(bny_threads(S * V))
+  for (int64_t s = 0; s < S; s++) ids[s] = bny::argmax_row(x + s * ldx, V);
+}
+}
