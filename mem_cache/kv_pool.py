@@ -11,8 +11,8 @@ class KVPool:
     Page 0 is scratch: padding reads it, so it starts as zeros and must stay finite. The rest is not touched here: the system
     gives it memory when it is first written.
 
-    What is computed in ``compute_dtype`` may be stored in another dtype. int8 holds round(x / s) with a float32 scale s of its own for
-    each slot and head, the one that maps the greatest of the head's values to 127.
+    What is computed in ``compute_dtype`` may be stored in another dtype. int8 holds round(x / s) with a float32 scale s for each
+    slot and head, the one that maps the greatest of the head's values to 127.
     """
 
     def __init__(

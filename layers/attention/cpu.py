@@ -21,7 +21,7 @@ class CpuBackend:
     """AttentionBackend over the native kernels. It computes in float32 whatever the model's dtype and the pool's."""
 
     def __init__(self, pool: KVPool, kernels: Native | None = None) -> None:
-        """kernels: those of the process unless others are given. Raises ValueError where there are none or the pool does not fit."""
+        """kernels: those of the process unless others are given. Raises ValueError without any or for a pool that does not fit."""
         found = kernels or native_kernels()
         if isinstance(found, NotNative):
             raise ValueError(f"attention backend cpu needs the native kernels: {found.why}")

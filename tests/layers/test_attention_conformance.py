@@ -239,9 +239,7 @@ def test_any_batch_and_any_number_of_threads_give_the_same_bits(name: str, kv: t
     batch, num_slots = make_batch(case, rng)
     pool, qkv = make_pool(case, num_slots, rng), make_qkv(case, rng)
     threads = torch.get_num_threads()
-    members, ends, lens = prefix_groups(
-        batch.req_to_token.numpy(), batch.rows.numpy(), batch.seq_lens_host, batch.extend_lens_host
-    )
+    members, ends, lens = prefix_groups(batch.req_to_token.numpy(), batch.rows.numpy(), batch.seq_lens_host, batch.extend_lens_host)
     assert sorted(members) == [0, 1, 2, 3, 4, 5] and ends.tolist() == [6] and lens.tolist() == [SHARED_MIN]
     try:
         results = []

@@ -48,3 +48,15 @@ def test_slots_come_in_whole_pages(num_slots):
 def test_a_slot_outside_the_pool_is_an_error():
     with pytest.raises(IndexError):
         make().write(0, torch.tensor([12]), torch.zeros(1, 3, 5), torch.zeros(1, 3, 5))
+
+
+def test_int8_holds_each_head_to_half_a_step_of_its_own_scale():
+    pool = KVPool(num_slots=8, page_size=1, num_layers=1, num_kv_heads=2, head_dim=16, dtype=torch.int8, device=torch.device("cpu"))
+    assert pool.compute_dtype is torch.float32 and not pool.exact
+    slots = torch.tensor([5, 2])
+    k, v = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(1)), torch.zeros(2, 2, 16)
+    k[0, 1] *= 1000
+    pool.write(0, slots, k, v)
+    got_k, got_v = pool.gather(0, slots)
+    assert ((got_k - k).abs() <= k.abs().amax(-1, keepdim=True) / 253).all()
+    assert torch.equal(got_v, v)

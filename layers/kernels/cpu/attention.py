@@ -66,13 +66,13 @@ def supports(pool: KVPool) -> str | None:
 
 
 def kv_struct(pool: KVPool, layer: AttentionSpec) -> KVStruct:
-    """The struct of one layer. It points into the pool, which must outlive it. Raises ValueError for what the kernels cannot use."""
+    """The struct of one layer. It points into the pool, which must outlive it. Raises ValueError where it does not fit."""
     if (reason := supports(pool)) is not None:
         raise ValueError(reason)
     k, v = pool.k(layer.layer_id), pool.v(layer.layer_id)
     shape = (pool.num_slots + pool.page_size, layer.num_kv_heads, layer.head_dim)
     if not (k.shape == v.shape == shape and k.is_contiguous() and v.is_contiguous() and k.dtype == v.dtype):
-        raise ValueError(f"layer {layer.layer_id} needs contiguous K and V of shape {shape}, got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(f"layer {layer.layer_id} needs contiguous K and V {shape}, got {tuple(k.shape)} and {tuple(v.shape)}")
     if layer.num_heads % layer.num_kv_heads:
         raise ValueError(f"{layer.num_heads} query heads do not divide among {layer.num_kv_heads} KV heads")
     scales = pool.scales(layer.layer_id)

@@ -33,6 +33,16 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bny_unpack": (None, (c_void_p, c_void_p)),
     "bny_linear_scratch": (c_int64, (c_void_p, c_int64)),
     "bny_linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),
+    "bny_attention": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "bny_kv_write": (None, (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64)),
+    "bny_check_slots": (c_int64, (c_void_p, c_int64)),
+    "bny_embed": (None, (c_void_p, c_int32, c_void_p, c_int64, c_int64, c_float, c_void_p, c_int64)),
+    "bny_norm": (None, (c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64)),
+    "bny_add_norm": (None, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64)),
+    "bny_act_mul": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
+    "bny_rope_write": (None, (c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_float)),
+    "bny_argmax": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "bny_run": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
 
