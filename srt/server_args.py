@@ -103,7 +103,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         Seconds, Meta(description="Seconds that compiling one grammar may take; one that takes longer is refused with 400")
     ] = 10.0
     grammar_compile_memory: Annotated[
-        int, Meta(ge=1 << 20, description="Bytes that compiling one grammar may take; one that takes more is refused with 400")
+        Positive, Meta(description="Bytes that compiling one grammar may take; one that takes more is refused with 400")
     ] = 1 << 30
     grammar_cache_bytes: Annotated[
         NotNegative, Meta(description="Bytes of compiled grammars that are kept, the least recently used ones go first")

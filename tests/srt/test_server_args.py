@@ -45,6 +45,8 @@ def test_flag_and_keyword_give_the_same(option: Any, tmp_path: Path) -> None:
         Path(value).write_text("")
     if option.name in ("preferred_sampling_params", "json_model_override_args"):
         value = '{"a": 1}'
+    if option.name == "reasoning_parser":
+        value = "qwen3"
     if option.name == "logit_processors":
         value = '{"a": "some.module:Class"}'
     argv = [flag(option.name)] if option.kind is bool else [flag(option.name), str(value)]
