@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from ..layers.late_mask import LateMask
-from .constraint import ALL, GrammarStore
+from .constraint import ALL, Constraint, GrammarStore, allow
 from .io_struct import FinishReason
+from .jump_forward import MIN_TOKENS, NUM_CONTEXT
 from .live_table import LiveTable
 from .req import Req
 from .schedule_batch import ScheduleBatch
@@ -59,6 +60,7 @@ class StepMasks:
         self._tail = np.uint32(0xFFFFFFFF >> spare).view(np.int32)  # the bits of the last word that stand for tokens
         self._pending: ScheduleBatch | None = None
         self.grammars: GrammarStore | None = None  # whoever takes messages in puts it here
+        self._jumps: list[tuple[str, list[int]]] = []
 
     def must_wait(self, rows: np.ndarray) -> bool:
         """Whether the mask of a step of these rows would have to be filled before a token that it depends on is known."""
@@ -81,6 +83,11 @@ class StepMasks:
         batch, self._pending = self._pending, None
         if batch is not None and batch.step.sampling.allowed is not None:
             self._fill(batch, batch.step.sampling.allowed)
+
+    def take_jumps(self) -> list[tuple[str, list[int]]]:
+        """The jumps decided since the last call: request and tokens."""
+        jumps, self._jumps = self._jumps, []
+        return jumps
 
     @staticmethod
     def _rows(batch: ScheduleBatch, mask: LateMask) -> np.ndarray:
@@ -107,6 +114,10 @@ class StepMasks:
         """False: nothing is allowed."""
         if req.constraint is None:
             return True
+        if (jump := self._jump(req, req.constraint)) is not None:
+            row[:] = 0
+            allow(row, jump)
+            return True
         may_stop = self._table.known_lens[req.row] >= self._table.min_lens[req.row]
         try:
             req.constraint.fill(row, may_stop=bool(may_stop))
@@ -115,3 +126,39 @@ class StepMasks:
             row[:] = 0
         row[-1] &= self._tail
         return bool(row.any())
+
+    def _jump(self, req: Req, constraint: Constraint) -> int | None:
+        """If the grammar leaves one path only, note its tokens: the first is what the step will yield, the others are appended with
+        it (``append_jump``), and the next step of the row computes all of them. Returns the first.
+
+        Not for rows whose every token needs its logits: log-probabilities and controls are theirs.
+        """
+        table, row = self._table, req.row
+        if req.logprobs is not None or req.has_controls:
+            return None
+        begin = int(table.known_lens[row])
+        try:
+            ids = constraint.jump(table.tokens[row, max(begin - NUM_CONTEXT, 0) : begin].tolist())
+        except (RuntimeError, ValueError):
+            logger.exception("the grammar of request %s failed", req.rid)
+            return None
+        ids = ids[: int(table.limits[row]) - begin - 1]
+        if len(ids) < MIN_TOKENS:
+            return None
+        table.tokens[row, begin : begin + len(ids)] = ids
+        table.jump_ends[row] = begin + len(ids)
+        req.jump = ids[1:]
+        self._jumps.append((req.rid, ids))
+        return ids[0]
+
+
+def append_jump(table: LiveTable, req: Req) -> FinishReason | None:
+    """The first token of a jump was absorbed: take the others in, up to one that ends the request, and say why it ends."""
+    tail, req.jump = req.jump, []
+    for token_id in tail:
+        table.tokens[req.row, table.known_lens[req.row]] = token_id
+        table.known_lens[req.row] += 1
+        reason = constrained_reason(req, token_id) or (req.stop_reason(token_id) if table.own_stops[req.row] else None)
+        if reason is not None:
+            return reason
+    return None

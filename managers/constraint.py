@@ -14,6 +14,7 @@ import numpy as np
 from .errors import RequestError
 from .grammar import CompiledGrammar, GrammarBackend, Matcher, Vocabulary, create_backend
 from .io_struct import ControlReply, LoadGrammarReq
+from .jump_forward import JumpForward
 from .thinking import Phase, Thinking
 
 logger = logging.getLogger(__name__)
@@ -29,8 +30,17 @@ class Constraint:
     grammar allows.
     """
 
-    def __init__(self, matcher: Matcher | None, stop_ids: tuple[int, ...], thinking: Thinking | None = None) -> None:
+    def __init__(
+        self,
+        matcher: Matcher | None,
+        stop_ids: tuple[int, ...],
+        thinking: Thinking | None = None,
+        *,
+        jumper: JumpForward | None = None,
+    ) -> None:
+        """jumper: finds what the grammar forces; None: every token is sampled."""
         self._matcher = matcher
+        self._jumper = jumper
         self.stop_ids = stop_ids
         self.thinking = thinking
         self._behind = matcher.fork() if matcher and thinking and thinking.phase is Phase.BEFORE else matcher
@@ -84,6 +94,12 @@ class Constraint:
         if self.thinking and self.thinking.next_start is not None:
             allow(row, self.thinking.next_start)
 
+    def jump(self, context: list[int]) -> list[int]:
+        """The tokens that must come next, behind those of ``context``; empty if there are several ways or too few tokens."""
+        if self._matcher is None or self._jumper is None or self.failed or self._phase is not Phase.OVER:
+            return []
+        return self._jumper.tokens(self._matcher, context)
+
     def _forbid_stops(self, row: np.ndarray, *, always: bool) -> None:
         without = row.copy()
         for token_id in self.stop_ids:
@@ -105,8 +121,18 @@ def _bit(token_id: int) -> np.int32:
 class GrammarStore:
     """The grammars that were sent to this scheduler, by key. They are loaded on a thread, by native code that leaves the GIL."""
 
-    def __init__(self, vocabulary: Callable[[], Vocabulary], reply: Callable[[ControlReply], None]) -> None:
-        """vocabulary is called when the first grammar comes; reply is called on any thread."""
+    def __init__(
+        self,
+        vocabulary: Callable[[], Vocabulary],
+        reply: Callable[[ControlReply], None],
+        jumper: Callable[[], JumpForward] | None = None,
+    ) -> None:
+        """vocabulary and jumper are called when the first grammar comes, on the loading thread; reply is called on any thread.
+
+        jumper None: no jump-forward.
+        """
+        self._make_jumper = jumper
+        self._jumper: JumpForward | None = None
         self._make_vocabulary = vocabulary
         self._reply = reply
         self._vocabulary: Vocabulary | None = None
@@ -119,6 +145,8 @@ class GrammarStore:
         key, backend = message.key, message.backend
 
         def work() -> CompiledGrammar:
+            if self._jumper is None and self._make_jumper is not None:
+                self._jumper = self._make_jumper()
             if backend not in self._backends:
                 self._backends[backend] = create_backend(backend, self.vocabulary())
             return self._backends[backend].load(message.data)
@@ -143,7 +171,7 @@ class GrammarStore:
         loading = self._loading.get(key)
         if loading is None:
             raise RequestError("The request's grammar is not there.", status_code=500, err_type="InternalServerError")
-        return Constraint(loading.result().matcher(), self.vocabulary().stop_ids, thinking)
+        return Constraint(loading.result().matcher(), self.vocabulary().stop_ids, thinking, jumper=self._jumper)
 
     def vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:

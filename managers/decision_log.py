@@ -65,7 +65,7 @@ class TurnRecord(msgspec.Struct, omit_defaults=True, kw_only=True):
     """A turn of the loop. batch: the step launched. ids or error: the results taken in (of the step before, in the overlap loop).
 
     finished: request, kind of finish, output tokens. retracted: the waiting requests that were ever retracted and how often, in
-    turns that retract.
+    turns that retract. jumps: what grammars forced in this turn, request and tokens.
     """
 
     turn: int
@@ -75,6 +75,7 @@ class TurnRecord(msgspec.Struct, omit_defaults=True, kw_only=True):
     error: str | None = None
     finished: list[tuple[str, str, int]] = []
     retracted: list[tuple[str, int]] = []
+    jumps: list[tuple[str, list[int]]] = []
 
 
 class Header(msgspec.Struct, kw_only=True):
@@ -151,6 +152,7 @@ class Turn:
     error: str | None = None
     finished: list[tuple[str, str, int]] = field(default_factory=list)
     retracted: list[tuple[str, int]] = field(default_factory=list)
+    jumps: list[tuple[str, list[int]]] = field(default_factory=list)
 
     @property
     def is_quiet(self) -> bool:
@@ -169,6 +171,7 @@ class Turn:
             error=self.error,
             finished=[(name(rid), kind, num_tokens) for rid, kind, num_tokens in self.finished],
             retracted=[(name(rid), count) for rid, count in self.retracted],
+            jumps=[(name(rid), disguise.ids(np.array(ids)).tolist()) for rid, ids in self.jumps],
         )
 
     def _batch_record(self, disguise: Disguise) -> BatchRecord | None:
@@ -290,6 +293,7 @@ class Recorder:
     def end_turn(self) -> None:
         """What happened up to now belongs to the turn that is over."""
         turn = self._turn
+        turn.jumps = self._scheduler.masks.take_jumps()
         retracted = self._scheduler.stats.num_retracted
         if retracted != self._num_retracted:
             self._num_retracted = retracted

@@ -74,6 +74,7 @@ class LiveTable:
         self.controlled = np.zeros(num_rows, np.bool_)  # the runner holds controls for the row, maybe its former owner's
         self.constrained = np.zeros(num_rows, np.bool_)  # a mask says what it may sample
         self.grammatical = np.zeros(num_rows, np.bool_)  # and that for a grammar
+        self.jump_ends = np.zeros(num_rows, np.int32)  # the next step computes the row up to here, 0: its newest token
         self.sampling = SamplingColumns(num_rows)
 
     def seat(self, req: Req, prefix_slots: np.ndarray) -> int:
@@ -94,6 +95,7 @@ class LiveTable:
         self.own_stops[row] = bool(req.stop_ids) or req.stop_checker is not None
         self.constrained[row] = req.constraint is not None
         self.grammatical[row] = req.constraint is not None and req.constraint.has_grammar
+        self.jump_ends[row] = 0
         self.logprobs[row] = req.logprobs is not None
         self.sampling.set(row, req.params, req.seed)
         req.row = row
@@ -115,6 +117,11 @@ class LiveTable:
         if req is None:
             raise RuntimeError(f"row {row} has no request")
         return req
+
+    def next_ends(self, rows: np.ndarray) -> np.ndarray:
+        """The length of each running row's KV after its next step."""
+        ends: np.ndarray = np.maximum(self.jump_ends[rows], self.launched_lens[rows])
+        return ends
 
     def slots(self, row: int) -> np.ndarray:
         """Writable view of the slots of the row's tokens that have one."""

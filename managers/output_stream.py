@@ -47,7 +47,8 @@ class OutputStream:
         """Send what is due of rows that just got a token, and of the finished rows all that is left."""
         table = self._table
         outputs = table.known_lens[rows] - table.prompt_lens[rows]
-        due = (outputs - 1) % self._intervals[rows] == 0
+        # A step may bring several tokens: due is what has passed a multiple since it was sent. Nothing sent yet: -1 // interval.
+        due = (outputs - 1) // self._intervals[rows] != (self._sent[rows] - 1) // self._intervals[rows]
         if finished:
             due |= np.isin(rows, list(finished))
         if not due.all():

@@ -168,7 +168,12 @@ class _RecordedConstraint:
         self._ended = next((kind for rid, kind, _ in self._runner.turn.finished if rid == self._rid), "")
 
     def fill(self, row: np.ndarray, *, may_stop: bool) -> None:
-        row[:] = -1
+        """A grammar that left nothing ended its request at this place."""
+        dead = any(rid == self._rid and kind == "abort" for rid, kind, _ in self._runner.turn.finished)
+        row[:] = 0 if dead else -1
+
+    def jump(self, context: list[int]) -> list[int]:
+        return next((ids for rid, ids in self._runner.turn.jumps if rid == self._rid), [])
 
 
 @dataclass(slots=True)

@@ -44,6 +44,7 @@ class Req:
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
     constraint: Constraint | None = None  # where it stands in its grammar
+    jump: list[int] = field(default_factory=list)  # forced tokens behind the one that the step under way yields
     hold: CacheHold | None = None
     cached_tokens: int | None = None
     num_retractions: int = 0

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from ..model_executor.step import NO_CHOICE, StepOutput
-from .constrained import constrained_reason
+from .constrained import append_jump, constrained_reason
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .logprob_plan import take_logprobs
@@ -103,6 +103,8 @@ class ResultProcessor:
             reason = constrained_reason(table.req(row), token_id) if table.constrained[row] else None
             if reason is None and table.own_stops[row]:
                 reason = table.req(row).stop_reason(token_id)
+            if reason is None and table.constrained[row] and table.req(row).jump:
+                reason = append_jump(table, table.req(row))
             if reason is None and eos[index]:
                 reason = FinishReason(kind="stop", matched=token_id)
             if reason is None and length[index]:

@@ -77,26 +77,55 @@ def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, sl
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=len(rows))
 
 
-def mix(table: LiveTable, batch: ScheduleBatch, rows: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
-    """A prefill step with one more token for each of ``rows``, none of which is in it; the KV of these goes to slots."""
-    prefill = batch.step
-    seq_lens, input_ids = _advance(table, rows, slots)
-    samples = np.concatenate([prefill.sample_index, len(prefill.rows) + np.arange(len(rows), dtype=np.int32)])
-    all_rows, all_lens = np.concatenate([prefill.rows, rows]), np.concatenate([prefill.seq_lens, seq_lens])
+def build_next(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> ScheduleBatch:
+    """The next step of running rows: one token each, or all tokens of a jump. slots: of table.next_ends(rows), row by row."""
+    if not table.jump_ends[rows].any():
+        return build_decode(table, rows, slots)
+    prefix_lens, seq_lens = table.kv_lens[rows], table.next_ends(rows)
+    extend_lens = seq_lens - prefix_lens
+    ids = []
+    for row, start, end, own in zip(
+        rows.tolist(), prefix_lens.tolist(), seq_lens.tolist(), np.split(slots, np.cumsum(extend_lens)[:-1]), strict=True
+    ):
+        table.pool.write(row, start, own)
+        known = table.jump_ends[row] or table.known_lens[row] >= end
+        ids.append(table.tokens[row, start:end].astype(np.int64) if known else np.array([-row]))
+    table.kv_lens[rows] = seq_lens
+    table.launched_lens[rows] = seq_lens + 1
+    table.jump_ends[rows] = 0
+    step = StepInput(
+        mode=ForwardMode.EXTEND,
+        rows=rows,
+        seq_lens=seq_lens,
+        extend_lens=extend_lens,
+        input_ids=np.concatenate(ids),
+        out_cache_loc=slots,
+        sample_index=np.arange(len(rows), dtype=np.int32),
+        sampling=_sampling(table, rows, seq_lens),
+        sampled_logprobs=ask_sampled(table, rows),
+    )
+    return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=0)
+
+
+def mix(table: LiveTable, prefill: ScheduleBatch, running: ScheduleBatch) -> ScheduleBatch:
+    """Both as one step. No row is in both."""
+    first, second = prefill.step, running.step
+    samples = np.concatenate([first.sample_index, len(first.rows) + second.sample_index])
+    rows, seq_lens = np.concatenate([first.rows, second.rows]), np.concatenate([first.seq_lens, second.seq_lens])
     step = StepInput(
         mode=ForwardMode.MIXED,
-        rows=all_rows,
-        seq_lens=all_lens,
-        extend_lens=np.concatenate([prefill.extend_lens, np.ones(len(rows), np.int32)]),
-        input_ids=np.concatenate([prefill.input_ids, input_ids]),
-        out_cache_loc=np.concatenate([prefill.out_cache_loc, slots]),
+        rows=rows,
+        seq_lens=seq_lens,
+        extend_lens=np.concatenate([first.extend_lens, second.extend_lens]),
+        input_ids=np.concatenate([first.input_ids, second.input_ids]),
+        out_cache_loc=np.concatenate([first.out_cache_loc, second.out_cache_loc]),
         sample_index=samples,
-        sampling=_sampling(table, all_rows[samples], all_lens[samples]),
-        controls=prefill.controls,
-        prompt_logprobs=prefill.prompt_logprobs,
-        sampled_logprobs=ask_sampled(table, all_rows[samples]),
+        sampling=_sampling(table, rows[samples], seq_lens[samples]),
+        controls=first.controls,
+        prompt_logprobs=first.prompt_logprobs,
+        sampled_logprobs=ask_sampled(table, rows[samples]),
     )
-    return ScheduleBatch(step=step, epochs=table.epochs[all_rows], num_prefill=batch.num_prefill)
+    return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=prefill.num_prefill)
 
 
 def _advance(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ from .req import Req
 from .request_gate import DISPLACED, QUEUE_FULL, RequestGate
 from .result_processor import ResultProcessor
 from .retraction import NewTokenRatio, retraction_order
-from .schedule_batch import ScheduleBatch, build_decode, build_extend, mix
+from .schedule_batch import ScheduleBatch, build_extend, build_next, mix
 from .schedule_policy import SchedulePolicy, plan_preemption
 from .stats import SchedulerStats
 from .step_log import Loads
@@ -252,7 +252,7 @@ class Scheduler:
         slots = self._alloc_decode() if len(self.running) else None
         if slots is None:
             return batch
-        batch = mix(self.memory.table, batch, self.running, slots)
+        batch = mix(self.memory.table, batch, build_next(self.memory.table, self.running, slots))
         self._drop_complete()
         self.stats.decode(num_reqs=len(slots))
         return batch
@@ -322,7 +322,7 @@ class Scheduler:
             slots = self._retract_until_it_fits()
             if slots is None:
                 return None
-        batch = build_decode(self.memory.table, self.running, slots)
+        batch = build_next(self.memory.table, self.running, slots)
         self._drop_complete()
         self.waiting.tick(len(slots))
         self.stats.decode(num_reqs=len(slots))
@@ -334,10 +334,12 @@ class Scheduler:
         self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
 
     def _alloc_decode(self) -> np.ndarray | None:
-        """A slot for each running row's newest token, or None if they are not to be had."""
+        """Slots for each running row's newest token, or its jump, or None if they are not to be had."""
         if self.faults.draw("alloc_fail"):
             return None
         table, allocator = self.memory.table, self.memory.allocator
+        if table.jump_ends[self.running].any():
+            return self._alloc_extend(self.running, table.next_ends(self.running))
         seq_lens = table.launched_lens[self.running]
         self._make_room(allocator.decode_cost(seq_lens))
         return allocator.alloc_decode(seq_lens, table.pool.table[self.running, seq_lens - 2])
@@ -395,8 +397,8 @@ class Scheduler:
         tokens = table.confirmed_tokens(row)
         if not req.probe:
             self.memory.cache.cache_unfinished_req(req.held(), tokens, table.slots(row)[: len(tokens)])
-        if len(tokens) >= table.known_lens[row] - 1:  # the whole prompt, with the token that it yielded not counted
-            self.planner.prefilling.pop(row, None)
+        if row in self.planner.prefilling and len(tokens) >= len(self.planner.prefilling[row][1]):
+            del self.planner.prefilling[row]
 
     def _pin(self, req: Req) -> int | None:
         """Keep the prompt of a request that is about to finish for as long as it asked; how many tokens that are, None if none were

@@ -31,6 +31,7 @@ from .faults import Faults
 from .grammar import Vocabulary, stop_ids_of
 from .io_struct import ControlReply, Heartbeat, TokenOutput, ToScheduler
 from .ipc import Receiver, Sender
+from .jump_forward import JumpForward
 from .live_table import LiveTable
 from .output_stream import OutputStream
 from .pins import Pins
@@ -86,6 +87,7 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
             tokenizer, vocab_size=info.model.vocab_size, stop_ids=stop_ids_of(info.model, tokenizer.eos_token_ids)
         ),
         _reply_on_any_thread(context, config.ipc.tokenizer),
+        None if config.disable_jump_forward else lambda: _jumper(tokenizer),
     )
     reply = Sender(context, config.ipc.tokenizer).send
     control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take)
@@ -106,6 +108,12 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
         raise
     finally:
         recorder.close()
+
+
+def _jumper(tokenizer: Tokenizer) -> JumpForward:
+    """Builds the encoder. A tokenizer without a byte table has no grammars, so is never asked for."""
+    table = tokenizer.byte_table
+    return JumpForward(lambda text: tokenizer.encode(text, add_special_tokens=False), table.tokens if table else [])
 
 
 def _reply_on_any_thread(context: zmq.Context[Any], address: str) -> Callable[[ControlReply], None]:

@@ -108,6 +108,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     grammar_cache_bytes: Annotated[
         NotNegative, Meta(description="Bytes of compiled grammars that are kept, the least recently used ones go first")
     ] = 256 << 20
+    disable_jump_forward: Annotated[
+        bool,
+        Meta(description="Sample token by token even where a grammar leaves one way only, instead of computing it in one step"),
+    ] = False
     reasoning_parser: Annotated[
         str | None,
         Meta(description="How the model marks its thinking: grammars begin behind it, and it may have a budget"),
@@ -324,6 +328,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             session_hold_fraction=self.session_hold_fraction,
             radix_eviction_policy=self.radix_eviction_policy,
             pin_budget_fraction=self.pin_budget_fraction,
+            disable_jump_forward=self.disable_jump_forward,
             disable_overlap_schedule=self.disable_overlap_schedule,
             weight_version=self.weight_version,
             decode_log_interval=self.decode_log_interval,

@@ -11,10 +11,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from grammars import FIRST, WORDS, grammar
 from harness import CONFIG, IPC, SCRIPT, VOCAB, prompt_of
 
 from banyan.managers import control as control_module
 from banyan.managers.config import RunnerConfig, SchedulerConfig
+from banyan.managers.constraint import Constraint
 from banyan.managers.control import Control
 from banyan.managers.decision_file import DecisionFile, NoFile, Subject, write_crash
 from banyan.managers.decision_log import Disguise, NoDisguise, Recorder, TurnRecord, disguised
@@ -37,9 +39,11 @@ from banyan.managers.io_struct import (
     pack_ids,
     unpack_ids,
 )
+from banyan.managers.jump_forward import JumpForward
 from banyan.managers.replay import Difference, RecordError, read_record, replay
 from banyan.managers.sampling_params import GRAMMAR_FIELDS, SamplingParams
 from banyan.managers.scheduler_process import build_memory, build_scheduler
+from banyan.managers.thinking import Thinking, ThinkingParams
 from banyan.model_executor.factory import create_runner
 from banyan.srt.cli import main
 
@@ -203,6 +207,64 @@ def test_a_random_run_is_replayed_without_difference(
     result = replay(str(path))
     assert result.difference is None, str(result.difference)
     assert result.num_turns == recorded.recorder.num_turns > 100
+
+
+class _DeadEnd:
+    """A matcher that has nothing to offer at its fourth token."""
+
+    is_terminated = False
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        row[:] = 0 if self.count == 3 else -1
+
+    def accept(self, token_id: int) -> bool:
+        self.count += 1
+        return True
+
+    def forced_text(self) -> str:
+        return ""
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("options", [{}, {"faults": {"retract_every": 5, "alloc_fail": 0.1}}, {"enable_mixed_chunk": True}])
+def test_requests_with_grammars_are_replayed(folder: Path, tmp_path: Path, overlap: bool, options: dict[str, Any]) -> None:
+    """Jumps, dead ends, thinking with a budget, and what ends by its grammar: a record holds no grammar, and needs none."""
+    path = tmp_path / "record.jsonl"
+    recorded = Recorded(folder, path, overlap=overlap, page_size=1, chunked_prefill_size=32, **options)
+    jumper = JumpForward(lambda text: [FIRST + byte for byte in text.encode()], WORDS.tokens)
+    compiled = grammar("regex", '\\{"a_long_key": [0-9]{1,4}, "another_one": (true|false)\\}')
+
+    def constraint(message: GenerateReq) -> Constraint | None:
+        if message.thinking is not None:
+            return Constraint(None, (), Thinking(message.thinking, WORDS.tokens.__getitem__))
+        if message.grammar_key == "dead":
+            return Constraint(_DeadEnd(), WORDS.stop_ids)  # type: ignore[arg-type]
+        return Constraint(compiled.matcher(), WORDS.stop_ids, jumper=jumper) if message.grammar_key else None
+
+    recorded.control._constraint = constraint  # type: ignore[method-assign]
+    budget = ThinkingParams(start_ids=[FIRST], end_ids=[FIRST + 1, FIRST + 2], is_open=True, budget=4)
+    for index in range(24):
+        kind: dict[str, Any] = {}
+        if index % 2:
+            kind = {"grammar_key": "dead" if index % 6 == 5 else "k"}
+        elif index % 8 == 2:
+            kind = {"thinking": budget}
+        recorded.ask(f"r{index}", prompt_of(index % 5, 40 + index), max_new_tokens=50, ignore_eos=index % 3 == 0, **kind)
+        if index % 7 == 6:
+            recorded.inbox.append(AbortReq(rid=f"r{index - 1}"))
+        recorded.turn(index % 4)
+    recorded.drain()
+    recorded.close()
+    lines = lines_of(path)
+    kinds = {kind for line in lines[1:] for _, kind, _ in line.get("finished", [])}
+    assert kinds == {"stop", "length", "abort"}
+    assert sum(len(line.get("jumps", [])) for line in lines[1:]) >= 8
+    assert b"a_long_key" not in path.read_bytes()
+    result = replay(str(path))
+    assert result.difference is None, str(result.difference)
 
 
 def lines_of(path: Path) -> list[Any]:
