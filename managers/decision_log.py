@@ -182,7 +182,7 @@ class Turn:
             mode=step.mode,
             rows=step.rows.tolist(),
             prefix_lens=(step.seq_lens - step.extend_lens).tolist(),
-            extend_lens=step.extend_lens.tolist() if step.num_prefill else [],
+            extend_lens=step.extend_lens.tolist() if step.num_prefill or (step.extend_lens > 1).any() else [],
             requests=[disguise.name(rid) for rid in self.requests],
             num_samples=step.num_samples,
             slots=step.slots,
