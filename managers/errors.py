@@ -34,3 +34,10 @@ class EngineDeadError(BanyanError):
     def __init__(self, message: str, detail: str = "") -> None:
         super().__init__(message)
         self.detail = detail
+
+
+class EngineRestartError(EngineDeadError):
+    """A process of the engine died and is started again; a request that had begun to answer is lost, another try may do."""
+
+    def __init__(self) -> None:
+        super().__init__("The engine died and is started again.")

@@ -46,6 +46,7 @@ class GrammarService:
         self._compiler: GrammarCompiler | None = None
         self._loaded: OrderedDict[str, int] = OrderedDict()  # key -> bytes, the newest use last
         self._loading: dict[str, asyncio.Task[None]] = {}
+        self._texts: dict[str, tuple[str, str]] = {}  # of what was loaded, by key
 
     async def attach(self, messages: list[GenerateReq]) -> None:
         """Put the key of its loaded grammar into each message that has one, and take its text out.
@@ -56,6 +57,7 @@ class GrammarService:
         if not texts:
             return
         compiled = {text: await self._compile(text) for text in dict.fromkeys(texts.values())}
+        self._texts |= {each.key: text for text, each in compiled.items()}
         while missing := [each for each in compiled.values() if each.key not in self._loaded]:
             await self._load(missing[0])
         for message in messages:
@@ -104,9 +106,19 @@ class GrammarService:
             raise RequestError(message, status_code=500, err_type="InternalServerError")
         self._loaded[compiled.key] = len(compiled.data)
 
+    def forget(self) -> None:
+        """The scheduler died with all that it had loaded."""
+        self._loaded.clear()
+
+    async def reload(self, key: str) -> None:
+        """Load a grammar that an earlier scheduler had. Raises RequestError."""
+        if key not in self._loaded:
+            await self._load(await self._compile(self._texts[key]))
+
     def _drop_oldest(self, *, keep: set[str]) -> None:
         for key in [key for key in self._loaded if key not in keep]:
             if sum(self._loaded.values()) <= self._config.grammar_cache_bytes:
                 return
             del self._loaded[key]
+            self._texts.pop(key, None)
             self._send(DropGrammarReq(key=key))

@@ -38,11 +38,24 @@ class HealthMonitor:
         self._last = heartbeat
         self._received = time.monotonic()
 
-    def health(self, *, dead: str = "", draining: bool = False) -> Health:
-        """``dead`` says why the engine is known to be dead, if it is."""
+    def hangs(self, limit: float) -> str:
+        """Why the scheduler counts as hung, if it has been silent, or in one forward pass, for ``limit`` seconds; else ""."""
+        last, age = self._last, time.monotonic() - self._received
+        if age > limit:
+            return f"no heartbeat of the scheduler for {age:.0f} s"
+        if last.forward_age > limit:
+            return f"a forward pass takes {last.forward_age:.0f} s"
+        if last.loop_age > limit and not last.forward_age:
+            return f"the scheduler's loop stands still for {last.loop_age:.0f} s"
+        return ""
+
+    def health(self, *, dead: str = "", draining: bool = False, restarting: bool = False) -> Health:
+        """``dead`` says why the engine is known to be dead, if it is. restarting: its processes are being started again."""
         last, age = self._last, time.monotonic() - self._received
         if dead:
             alive, reason = False, dead
+        elif restarting:
+            alive, reason = True, "restarting"
         elif age > STALE:
             alive, reason = False, f"no heartbeat of the scheduler for {age:.0f} s"
         elif last.forward_age > MAX_FORWARD:
@@ -53,7 +66,7 @@ class HealthMonitor:
             alive, reason = True, "draining" if draining else ""
         return Health(
             alive=alive,
-            ready=alive and not draining,
+            ready=alive and not draining and not restarting,
             reason=reason,
             heartbeat_age=age,
             forward_age=last.forward_age,

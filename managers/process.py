@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
+from . import stacks
 from .config import DetokenizerConfig, SchedulerConfig
 from .errors import StartError
 
@@ -38,7 +39,7 @@ EXIT_ORPHAN = 3
 Main = Callable[[Any, Callable[[dict[str, Any]], None]], None]
 
 
-def run_child(load_main: Callable[[], Main], config_type: type[msgspec.Struct], report_fd: int) -> NoReturn:
+def run_child(name: str, load_main: Callable[[], Main], config_type: type[msgspec.Struct], report_fd: int) -> NoReturn:
     """Run a child's main function and exit: 0 when it returned, 1 with a report when it raised.
 
     load_main imports late, so that an import error is reported too. Ctrl-C reaches the whole process group of a terminal, but only
@@ -49,8 +50,9 @@ def run_child(load_main: Callable[[], Main], config_type: type[msgspec.Struct], 
         faulthandler.enable()
     os.set_inheritable(report_fd, False)
     try:
-        config = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
+        config: Any = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
         _watch_parent(sys.stdin.buffer, config)
+        stacks.install(config.ipc.directory, name)
         _set_up_log(config)
         load_main()(config, lambda payload: _report(report_fd, {"status": "ready", "payload": payload}))
     except BaseException as error:
@@ -112,7 +114,7 @@ def main() -> NoReturn:
         loaded: Main = getattr(import_module(f"banyan.managers.{module}"), function)
         return loaded
 
-    run_child(load_main, config_type, options.report_fd)
+    run_child(options.name, load_main, config_type, options.report_fd)
 
 
 if __name__ == "__main__":

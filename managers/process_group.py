@@ -157,6 +157,8 @@ class ProcessGroup:
         try:
             for spec in specs:
                 self.children.append(ChildProcess(spec, self._change))
+                if self._stopping:
+                    raise StartError("stopped")
             self._wait_ready(time.monotonic() + timeout, timeout)
         except BaseException:
             self.stop(0)
@@ -174,6 +176,20 @@ class ProcessGroup:
                     return
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     raise StartError(f"the {' and the '.join(late)} did not get ready within {timeout:.0f} s")
+
+    def restart(self, specs: list[ChildSpec], timeout: float) -> dict[str, dict[str, Any]]:
+        """Kill what is left, reap all, and start again. Deaths are told again once ``rearm`` was called. Raises StartError."""
+        for child in self.children:
+            if not child.dead:
+                child.signal(signal.SIGKILL)
+        self._join(KILL_GRACE)
+        self.children.clear()
+        return self.start(specs, timeout)
+
+    def rearm(self) -> None:
+        """After ``restart``: tell of the next death, at once if there was one meanwhile."""
+        self._told = False
+        self._change()
 
     def watch(self, on_death: Callable[[EngineDeadError], None]) -> None:
         """Call ``on_death`` once, on some thread, when a child dies without having been stopped; at once if one is dead already."""
@@ -197,6 +213,10 @@ class ProcessGroup:
     def pids(self) -> list[int]:
         """Pids of the children that live."""
         return [child.pid for child in self.children if not child.dead]
+
+    def pids_by_name(self) -> dict[str, int]:
+        """Pids of the children that live, by name."""
+        return {child.name: child.pid for child in self.children if not child.dead}
 
     def stop(self, timeout: float) -> None:
         """Give the children ``timeout`` seconds to leave by themselves, then terminate, then kill; return when all are reaped.

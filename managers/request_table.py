@@ -19,6 +19,7 @@ class Choice:
     index: int
     family: str
     sent: bool = False  # to the scheduler
+    resent: bool = False  # its first scheduler died before it had answered
     aborted: bool = False
     track: RequestTrack = field(default_factory=lambda: RequestTrack(""))
 

@@ -39,8 +39,10 @@ from .io_struct import (
     ToTokenizer,
     unpack_ids,
 )
+from .life import Life
 from .link import Link
 from .logprob_json import TokenTexts
+from .recovery import Recovery
 from .request_context import current_context
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_log import TEXTS, RequestLog
@@ -72,12 +74,12 @@ class TokenizerManager:
         self._table = RequestTable()
         self._sessions = SessionService(config, abort=self._abort_rids, send=self._send)
         self._monitor = HealthMonitor()
-        self._calls = ControlCalls(self._send)
+        self._calls = ControlCalls(self._ask)
         stop_ids = getattr(self.tokenizer, "eos_token_ids", ())
         self._grammars = GrammarService(config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send)
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._link: Link | None = None
-        self._error: EngineDeadError | None = None
+        self._life = Life()
         self.stats = RequestStats()
         self.watch = _make_watch(config, self.stats)
 
@@ -95,6 +97,7 @@ class TokenizerManager:
         EngineDeadError after a death.
         """
         self._check_open()
+        await self._life.wait()
         context = current_context()
         if request.rid is None and context is not None:
             request.rid = context.take_rid()
@@ -119,22 +122,25 @@ class TokenizerManager:
         generation.logprobs = [message.logprobs for message in messages]
         for index, message in enumerate(messages):
             message.probe = probe
-            self._send_request(message, plan.texts[index // plan.n] if plan.texts is not None else None)
+            if (choice := self._table.get(message.rid)) is not None:
+                choice.track.begin(message, plan.texts[index // plan.n] if plan.texts is not None else None, current_context())
+            self._send_request(message)
         return generation
 
-    def _send_request(self, message: GenerateReq, text: str | None) -> None:
+    def _send_request(self, message: GenerateReq) -> None:
         choice = self._table.get(message.rid)
         if choice is None:
             return
-        choice.track.begin(message, text, current_context())
         reason = FinishReason(kind="abort", message="Aborted before it was scheduled.") if choice.aborted else None
-        if message.timeout is not None:  # it counts from the request's arrival here
-            message.timeout -= time.monotonic() - choice.generation.created
-            if message.timeout <= 0:
+        remaining = message.timeout
+        if remaining is not None:  # it counts from the request's arrival here
+            remaining -= time.monotonic() - choice.generation.created
+            if remaining <= 0:
                 reason = reason or REASONS[OWN]
         if reason is None:
-            choice.sent = True
-            self._send(message)
+            if self._link is not None:  # else it is sent when the processes are back
+                choice.sent = True
+                self._send(msgspec.structs.replace(message, timeout=remaining))
             return
         # Over before the prompt was tokenised: the scheduler never hears of it.
         output = Output(
@@ -248,7 +254,16 @@ class TokenizerManager:
 
     def health(self) -> Health:
         """From heartbeats; costs no request."""
-        return self._monitor.health(dead=str(self._error or ""), draining=self.draining)
+        return self._monitor.health(dead=str(self._life.error or ""), draining=self.draining, restarting=self._life.restarting)
+
+    def hangs(self, limit: float) -> str:
+        """Why the scheduler counts as hung after ``limit`` seconds; "" if it does not. From any thread."""
+        return self._monitor.hangs(limit)
+
+    @property
+    def is_restarting(self) -> bool:
+        """The engine's processes died and are being started again."""
+        return self._life.restarting
 
     @property
     def num_live(self) -> int:
@@ -262,30 +277,56 @@ class TokenizerManager:
             await asyncio.sleep(IDLE_POLL)
         return not self._table
 
+    # --- a death that is not the end ----------------------------------------------------------------------------------------------
+
+    async def suspend(self) -> None:
+        """The processes died and will be started again: what has begun to answer fails, the rest, and what comes now, waits."""
+        link, self._link = self._link, None
+        self._life.suspend()
+        if link is not None:
+            await link.close(linger=False)
+        self._calls.fail(self._life.new_error)
+        self._grammars.forget()
+        self.stats.restarted()
+        self._recovery().give_up_begun(self._life.new_error)
+
+    async def resume(self) -> None:
+        """New processes are ready: send them what waits."""
+        if self._life.error is None:
+            self.start_loop()
+            self._life.resume()
+            await self._recovery().go_on(self._grammars.reload)
+
+    def _recovery(self) -> Recovery:
+        return Recovery(self._table, self.watch, self._forget, self._send_request)
+
+    def _forget(self, rid: str, reason: FinishReason) -> None:
+        self._sessions.take(rid, [], reason)
+        self._table.remove(rid)
+
     # --- the end ------------------------------------------------------------------------------------------------------------------
 
     def fail(self, error: EngineDeadError) -> None:
         """Give every waiter, and every later call, this error. From any thread; the first error stays."""
-        if self._error is None:
-            self._error = error
+        self._life.end(error)
         loop = self._link.loop if self._link is not None else None
         if loop is not None and not loop.is_closed():
             with contextlib.suppress(RuntimeError):  # closed meanwhile: nobody waits
                 loop.call_soon_threadsafe(self._fail_waiters)
 
     def _fail_waiters(self) -> None:
+        self._life.resume()  # who waits for that must know
         for generation in self._table.generations():
-            generation.fail(self._new_error())
+            generation.fail(self._life.new_error())
         for choice in self._table.choices():
             self.watch.failed(choice.track, DIED)
         self._table.clear()
-        self._calls.fail(self._new_error)
+        self._calls.fail(self._life.new_error)
 
     def begin_shutdown(self) -> None:
         """Tell the other processes to exit; waiters get EngineDeadError. Messages are still taken in until ``close``."""
         self.draining = True
-        if self._error is None:
-            self._error = EngineDeadError("the engine was shut down")
+        self._life.end(EngineDeadError("the engine was shut down"))
         self._fail_waiters()
         if self._link is not None:
             self._link.send_shutdown()
@@ -293,8 +334,7 @@ class TokenizerManager:
     async def close(self) -> None:
         """Close sockets and thread pool. Idempotent."""
         self.draining = True
-        if self._error is None:
-            self._error = EngineDeadError("the engine was shut down")
+        self._life.end(EngineDeadError("the engine was shut down"))
         self._fail_waiters()
         self._sessions.stop()
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -303,17 +343,12 @@ class TokenizerManager:
         if link is not None:
             await link.close()
 
-    def _new_error(self) -> EngineDeadError:
-        """One exception object per waiter: raising one from several tasks would mix their tracebacks."""
-        error = self._error or EngineDeadError("the engine died")
-        return EngineDeadError(str(error), error.detail)
-
     def _check_alive(self) -> None:
-        if self._error is not None:
-            raise self._new_error()
+        self._life.check()
 
     def _check_open(self) -> None:
-        self._check_alive()
+        if self._life.error is not None:
+            raise self._life.new_error()
         if self.draining:
             raise RequestError("The server is shutting down.", status_code=503, err_type="ServiceUnavailable")
 
@@ -331,6 +366,11 @@ class TokenizerManager:
             raise RequestError(QUEUE_FULL_MESSAGE, status_code=503, err_type="ServiceUnavailableError")
 
     # --- messages -----------------------------------------------------------------------------------------------------------------
+
+    def _ask(self, message: msgspec.Struct) -> None:
+        """Send what needs an answer. Raises EngineDeadError when none would come."""
+        self._life.check()
+        self._send(message)
 
     def _send(self, message: msgspec.Struct) -> None:
         if self._link is not None:
@@ -358,7 +398,7 @@ class TokenizerManager:
             start, end = end, end + rows.num_ids[row]
             choice = self._table.get(rid)
             if choice is None:
-                if self._error is None:
+                if self._life.error is None:
                     self.watch.stray(rid)
                 continue
             output = Output(

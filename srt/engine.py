@@ -23,6 +23,7 @@ from . import info
 from .launcher import launch
 from .loop_thread import LoopThread, Stream
 from .server_args import ServerArgs
+from .supervisor import Supervisor
 
 Prompt = str | list[str] | None
 Params = dict[str, Any] | list[dict[str, Any]] | None
@@ -82,7 +83,16 @@ class Engine:
         except BaseException:
             self._launched.stop(0)
             raise
-        self._launched.group.watch(self.tokenizer_manager.fail)
+        self._supervisor = Supervisor(
+            self._launched,
+            self.tokenizer_manager,
+            self._thread.loop,
+            budget=self.server_args.restart_budget,
+            watchdog=self.server_args.watchdog_timeout,
+            give_up=self.tokenizer_manager.fail,
+        )
+        self._supervisor.allow()
+        self._supervisor.start()
         self._at_exit = _at_exit(weakref.ref(self))
         atexit.register(self._at_exit)
         self.startup_time = time.monotonic() - begin
@@ -201,6 +211,7 @@ class Engine:
         with self._closing:
             if self._thread.stopped:
                 return
+            self._supervisor.stop()
             self._thread.post(self.tokenizer_manager.begin_shutdown)
             self._launched.stop(STOP_TIMEOUT)
             self._thread.call(self.tokenizer_manager.close())

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from ..managers.errors import EngineDeadError, RequestError
+from ..managers.errors import EngineDeadError, EngineRestartError, RequestError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -35,6 +35,8 @@ def as_request_error(error: Exception) -> RequestError:
     """What a client may know of an exception. Anything unforeseen becomes a bare 500; the caller logs it."""
     if isinstance(error, RequestError):
         return error
+    if isinstance(error, EngineRestartError):
+        return RequestError(str(error), status_code=503, err_type="EngineRestartError")
     if isinstance(error, EngineDeadError):
         return RequestError("The engine has died.", status_code=503, err_type="EngineDeadError")
     if isinstance(error, HTTPException):

@@ -28,6 +28,12 @@ class Launched:
     info: SchedulerInfo
     group: ProcessGroup
     ipc: IpcNames
+    specs: list[ChildSpec]
+
+    def restart(self, *, timeout: float = START_TIMEOUT) -> None:
+        """Start the processes again, with a pool of the same size. Raises StartError; then all are stopped."""
+        specs = [_same_size(spec, self.info) for spec in self.specs]
+        self.group.restart(specs, timeout)
 
     def stop(self, timeout: float) -> None:
         """Give the processes ``timeout`` seconds to leave, end them, delete the sockets. Idempotent; no-op in a forked process."""
@@ -48,11 +54,19 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
         ]
         payloads = group.start(specs, timeout)
         info = _scheduler_info(payloads["scheduler"])
-        return Launched(args.tokenizer_manager_config(ipc, model_path), info, group, ipc)
+        return Launched(args.tokenizer_manager_config(ipc, model_path), info, group, ipc, specs)
     except BaseException:
         group.stop(0)
         ipc.remove()
         raise
+
+
+def _same_size(spec: ChildSpec, info: SchedulerInfo) -> ChildSpec:
+    """What requests were checked against must hold for the next scheduler, however much memory is free by then."""
+    if spec.name != "scheduler":
+        return spec
+    runner = msgspec.structs.replace(spec.config.runner, max_total_tokens=info.max_total_num_tokens)
+    return msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, runner=runner))
 
 
 def _scheduler_info(payload: object) -> SchedulerInfo:

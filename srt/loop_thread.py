@@ -27,6 +27,11 @@ class LoopThread:
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="banyan-loop", daemon=True)
         self._thread.start()
 
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop itself, for what schedules on it from other threads."""
+        return self._loop
+
     def call(self, coroutine: Coroutine[Any, Any, T], lost: Callable[[T], None] | None = None) -> T:
         """Run a coroutine on the loop and wait for its result. An exception here, like Ctrl-C, cancels it.
 

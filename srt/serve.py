@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
+from ..managers import stacks
 from ..managers.config import SchedulerInfo
 from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
@@ -22,6 +23,7 @@ from .info import shown
 from .launcher import Launched, launch
 from .server_args import ServerArgs, options
 from .server_state import ServerState
+from .supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class _Life:
         self._server = make_server(create_app(self._state), args, DRAIN_SECONDS)
         self._launched: Launched | None = None
         self._death: EngineDeadError | None = None
+        self._supervisor: Supervisor | None = None
         self._num_signals = 0
         self._draining: asyncio.Task[None] | None = None
 
@@ -113,6 +116,7 @@ class _Life:
     async def _start(self) -> None:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
+        stacks.install(launched.ipc.directory, "main")
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
         self._state.attach(tm)
         tm.start_loop()
@@ -122,9 +126,13 @@ class _Life:
             tm.fail(error)
             loop.call_soon_threadsafe(self._died, error)
 
-        launched.group.watch(on_death)
+        self._supervisor = Supervisor(
+            launched, tm, loop, budget=self._args.restart_budget, watchdog=self._args.watchdog_timeout, give_up=on_death
+        )
+        self._supervisor.start()
         if not self._args.skip_server_warmup:
             await _warm_up(tm)
+        self._supervisor.allow()
         self._state.mark_ready()
         host, port = self._sock.getsockname()[:2]
         log.info("Serving %s on http://%s:%d", tm.config.served_model_name, f"[{host}]" if ":" in host else host, port)
@@ -159,6 +167,8 @@ class _Life:
 
     async def _stop_engine(self) -> None:
         tm, launched = self._state.tm, self._launched
+        if self._supervisor is not None:
+            self._supervisor.stop()
         if tm is not None and self._death is None:
             tm.begin_shutdown()
         if launched is not None:

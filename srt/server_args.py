@@ -227,6 +227,14 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     log_requests_format: Annotated[Literal["text", "json"], Meta(description="Form of these lines")] = "text"
     enable_metrics: Annotated[bool, Meta(description="Serve metrics for Prometheus at /metrics")] = False
     decode_log_interval: Annotated[Positive, Meta(description="Decode steps between two log lines")] = 40
+    restart_budget: Annotated[
+        NotNegative,
+        Meta(description="Times within an hour that the engine's processes are started again when one dies; 0: a death is the end"),
+    ] = 3
+    watchdog_timeout: Annotated[
+        Seconds,
+        Meta(description="Seconds of silence, or of one forward pass, after which the scheduler is killed; the stacks are logged"),
+    ] = 300.0
     strict: Annotated[bool, Meta(description="A breach of the KV slot invariant ends the server instead of being repaired")] = False
 
     @classmethod

@@ -151,7 +151,7 @@ def test_a_scheduler_that_dies_leaves_its_last_turns(model: str, tmp_path: Path,
     monkeypatch.setenv("BANYAN_FAULTS", "scheduler_die=60")
     folder = tmp_path / "dumps"
     with (
-        Engine(model_path=model, load_format="oracle", crash_dump_folder=folder) as engine,
+        Engine(model_path=model, load_format="oracle", crash_dump_folder=folder, restart_budget=0) as engine,
         pytest.raises(EngineDeadError, match="scheduler"),
     ):
         engine.generate(SYSTEM, {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True})

@@ -368,7 +368,7 @@ def test_shutdown_ends_what_is_under_way_and_is_idempotent(model: str) -> None:
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_is_told_to_every_caller(model: str, victim: int) -> None:
-    with start(model) as engine:
+    with start(model, restart_budget=0) as engine:
         pids = engine._launched.group.pids()
         name = ("scheduler", "detokenizer")[victim]
         killed: list[float] = []

@@ -101,7 +101,7 @@ def long_request(*, stream: bool) -> dict[str, Any]:
 
 
 def test_a_dying_detokenizer_is_told_to_streams_and_waiters(start: Callable[..., Server]) -> None:
-    server = start(faults="detokenizer_die=40,detokenizer_delay=0.001")
+    server = start("--restart-budget", "0", faults="detokenizer_die=40,detokenizer_delay=0.001")
     server.wait_ready()
     children, seen = server.children(), []
     with httpx.stream("POST", server.url + "/v1/completions", json=completion(), timeout=DEADLINE) as reply:
@@ -122,7 +122,7 @@ def completion() -> dict[str, Any]:
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer"])
 def test_a_kill_is_told_to_whoever_waits(start: Callable[..., Server], victim: str) -> None:
     """A stream under way gets an error event, a client that waits for its first byte a 503."""
-    server = start("--max-running-requests", "1")
+    server = start("--max-running-requests", "1", "--restart-budget", "0")
     server.wait_ready()
     children = server.children()
     body = long_request(stream=True) | {"incremental": True, "sampling_params": PARAMS | {"max_new_tokens": 3900}}

@@ -82,7 +82,7 @@ def test_a_signal_while_starting(start: Callable[..., Server]) -> None:
 
 @pytest.mark.parametrize("name", ["scheduler", "detokenizer"])
 def test_a_dead_child_ends_the_server(start: Callable[..., Server], name: str) -> None:
-    server = start()
+    server = start("--restart-budget", "0")
     server.wait_ready()
     children = server.children()
     with httpx.stream(
