@@ -1,7 +1,7 @@
 """Recovery: which requests go on when the engine's processes are started again, and which are told that they failed.
 
-What has begun to answer fails, since its KV and the state of its sampling are gone. What has not is sent once more, and only once: so
-a request that kills the scheduler cannot do so for ever.
+What has begun to answer fails, since its KV and the state of its sampling are gone. What has not is sent once more, and only once:
+a request that kills the scheduler must not do so for ever.
 """
 
 from __future__ import annotations
