@@ -25,6 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from .errors import RequestError, StartError
+from .template_shape import TemplateShape, shape_of
 from .tokenizer import DEFAULT_TEMPLATE, TOOL_TEMPLATE, Tokenizer
 
 MAX_STEPS = 200_000
@@ -74,6 +75,7 @@ class ChatTemplate:
     ) -> None:
         self._template = None if source is None else _Compiled(source)
         self._tool_template = None if tool_source is None else _Compiled(tool_source)
+        self._source = f"{source or ''}{tool_source or ''}"
         self._special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     @classmethod
@@ -89,6 +91,14 @@ class ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"chat template {path}: {error}") from None
         return cls(source, tokenizer.bos_token, tokenizer.eos_token)
+
+    def shows_tools(self) -> bool:
+        """Whether the tools of a request reach the prompt."""
+        return self._tool_template is not None or (self._template is not None and self._template.shape.has_tools)
+
+    def sources(self) -> str:
+        """The text of all templates, to tell formats from."""
+        return self._source
 
     def render(
         self,
@@ -110,7 +120,7 @@ class ChatTemplate:
         if compiled is None:
             raise RequestError("This model has no chat template; give the server one with --chat-template.", param="messages")
         _check_variables(variables)
-        plain = [_plain_message(message, rank, keep_parts=compiled.wants_parts) for rank, message in enumerate(messages)]
+        plain = [_plain_message(message, rank, compiled.shape) for rank, message in enumerate(messages)]
         if continue_final_message:
             _mark_end(plain)
         text = compiled.render(
@@ -136,18 +146,44 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
             raise RequestError(f"chat_template_kwargs: `{name}` is reserved.", param="chat_template_kwargs")
 
 
-def _plain_message(message: Mapping[str, Any], rank: int, *, keep_parts: bool) -> dict[str, Any]:
-    """The message with a content that the template can show."""
+def _plain_message(message: Mapping[str, Any], rank: int, shape: TemplateShape) -> dict[str, Any]:
+    """The message with a role, a content and calls that the template can show."""
     content = message.get("content")
     where = f"messages[{rank}].content"
     if content is None or content == []:
         content = ""
     elif isinstance(content, (list, tuple)):
         texts = [_part_text(part, f"{where}[{index}]") for index, part in enumerate(content)]
-        content = [{"type": "text", "text": text} for text in texts] if keep_parts else " ".join(texts)
+        content = [{"type": "text", "text": text} for text in texts] if shape.wants_parts else " ".join(texts)
     elif not isinstance(content, str):
         raise RequestError(f"{where} must be a string, null or a list of parts.", param=where)
-    return {**message, "content": content}
+    plain = {**message, "content": content}
+    if message.get("role") == "developer" and not shape.knows_developer:
+        plain["role"] = "system"
+    if isinstance(message.get("tool_calls"), (list, tuple)):
+        plain["tool_calls"] = [
+            _plain_call(call, f"messages[{rank}].tool_calls[{index}]", as_text=shape.wants_argument_text)
+            for index, call in enumerate(message["tool_calls"])
+        ]
+    return plain
+
+
+def _plain_call(call: Any, where: str, *, as_text: bool) -> dict[str, Any]:
+    """A call whose arguments are an object, or JSON text if the template wants that."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{where} must be an object with a function that has a name.", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and not as_text:
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = str(arguments)  # what a model wrote need not be JSON
+    elif arguments is not None and not isinstance(arguments, (str, Mapping)):
+        raise RequestError(f"{where}.function.arguments must be JSON text or an object.", param=where)
+    elif as_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 
 def _part_text(part: Any, where: str) -> str:
@@ -177,7 +213,7 @@ class _Compiled:
 
     def __init__(self, source: str) -> None:
         try:
-            self.wants_parts = _loops_over_content(_ENVIRONMENT.parse(source))
+            self.shape = shape_of(_ENVIRONMENT.parse(source))
             self._template = _ENVIRONMENT.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise StartError(f"the chat template does not compile: {error}") from None
@@ -334,28 +370,3 @@ def _make_environment() -> _Environment:
 
 
 _ENVIRONMENT = _make_environment()
-
-
-# --- what a template expects ------------------------------------------------------------------------------------------------------
-
-
-def _loops_over_content(tree: nodes.Template) -> bool:
-    """True if the template loops over a message's content, itself or through a variable or a macro's parameter."""
-    aliases = {
-        node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name) and _is_content(node.node)
-    }
-    aliases |= {arg.name for macro in tree.find_all(nodes.Macro) for arg in macro.args if arg.name == "content"}
-    for loop in tree.find_all(nodes.For):
-        iterated = loop.iter
-        while isinstance(iterated, nodes.Filter) and iterated.node is not None:
-            iterated = iterated.node
-        if _is_content(iterated) or (isinstance(iterated, nodes.Name) and iterated.name in aliases):
-            return True
-    return False
-
-
-def _is_content(node: nodes.Node) -> bool:
-    """Is it ``x.content`` or ``x['content']``?"""
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == "content"

@@ -92,6 +92,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     grammar_compile_memory: int = 1 << 30  # bytes
     grammar_cache_bytes: int = 256 << 20  # of compiled grammars, in this process and in the scheduler each
     reasoning_parser: str | None = None  # a name of REASONING_MARKS
+    tool_call_parser: str | None = None  # a name of TOOL_PARSERS, None: by the chat template
     max_top_logprobs: int = 20
     log_requests: bool = False
     log_requests_level: int = 1

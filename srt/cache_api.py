@@ -12,7 +12,7 @@ from starlette.responses import Response
 from ..managers.errors import RequestError
 from ..managers.generation import GenerateInput
 from .http_io import JSONReply, gone, parse_body, unless_disconnected
-from .openai.chat import prompt_ids
+from .openai.chat_prompt import prompt_ids
 from .openai.protocol import ChatBody
 from .server_state import state_of
 

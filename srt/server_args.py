@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from ..managers.errors import StartError
 from ..managers.reasoning_marks import REASONING_MARKS
+from ..managers.tool_parsers.registry import TOOL_PARSERS
 
 if TYPE_CHECKING:
     from ..managers.config import DetokenizerConfig, SchedulerConfig, TokenizerManagerConfig
@@ -115,6 +116,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     reasoning_parser: Annotated[
         str | None,
         Meta(description="How the model marks its thinking: grammars begin behind it, and it may have a budget"),
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        Meta(description="How the model writes calls of tools; unset: as its chat template does, if that is known"),
     ] = None
 
     # Memory and scheduling
@@ -276,9 +281,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         self._check_places()
 
     def _check_places(self) -> None:
-        if self.reasoning_parser is not None and self.reasoning_parser not in REASONING_MARKS:
-            known = ", ".join(REASONING_MARKS)
-            raise StartError(f"--reasoning-parser: unknown parser {self.reasoning_parser!r}; known are {known}.")
+        for name, known in (("reasoning_parser", REASONING_MARKS), ("tool_call_parser", TOOL_PARSERS)):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise StartError(f"{flag(name)}: unknown parser {value!r}; known are {', '.join(sorted(known))}.")
         if self.chat_template is not None and not os.path.isfile(self.chat_template):
             raise StartError(f"--chat-template: no file {self.chat_template!r}.")
         if self.tokenizer_path is not None and not os.path.exists(self.tokenizer_path):
@@ -376,6 +382,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             grammar_compile_memory=self.grammar_compile_memory,
             grammar_cache_bytes=self.grammar_cache_bytes,
             reasoning_parser=self.reasoning_parser,
+            tool_call_parser=self.tool_call_parser,
             max_top_logprobs=self.max_top_logprobs,
             log_requests=self.log_requests,
             log_requests_level=self.log_requests_level,

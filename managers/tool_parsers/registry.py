@@ -37,3 +37,23 @@ TOOL_PARSERS: dict[str, type[CallParser]] = {
 def create_parser(name: str, tools: Tools | None = None) -> CallParser:
     """A parser for one answer; tools: those that may be called, None: any. Raises KeyError for an unknown name."""
     return TOOL_PARSERS[name](tools)
+
+
+_SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (  # name -> what a chat template of the format holds; the first that fits
+    ("gpt-oss", ("<|channel|>", "<|message|>")),
+    ("kimi_k2", ("<|tool_calls_section_begin|>",)),
+    ("deepseekv3", ("<｜tool▁call▁begin｜>", "```json")),
+    ("deepseekv31", ("<｜tool▁call▁begin｜>",)),
+    ("minimax-m2", ("<minimax:tool_call>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=")),
+    ("glm45", ("<tool_call>", "<arg_key>")),
+    ("hermes", ("<tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("llama3", ("<|python_tag|>",)),
+    ("llama3", ("<|start_header_id|>", "parameters")),
+)
+
+
+def parser_for(template: str) -> str | None:
+    """The name of the parser for models with this chat template; None if it shows no known format."""
+    return next((name for name, signs in _SIGNS if all(sign in template for sign in signs)), None)

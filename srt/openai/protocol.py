@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...managers.errors import RequestError
 from ...managers.io_struct import CacheHint
+from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec
 
 MAX_N = 128
 OFF: tuple[Any, ...] = (None, False, [], {})  # values that mean "not wanted" for every field
@@ -283,8 +284,6 @@ class ChatBody(GenerateBody):
 
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
         **GenerateBody.unsupported,
-        "tools": (),
-        "tool_choice": ("none", "auto"),
         "functions": (),
         "function_call": ("none", "auto"),
         "modalities": (["text"],),
@@ -293,8 +292,6 @@ class ChatBody(GenerateBody):
         "chat_template": (),
         "documents": (),
         "web_search_options": (),
-        "reasoning": (),
-        "reasoning_effort": ("none",),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -305,6 +302,14 @@ class ChatBody(GenerateBody):
     chat_template_kwargs: dict[str, Any] = {}
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    tools: list[ToolSpec] = Field([], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None  # auto if there are tools
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    reasoning: ReasoningOptions | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    special_tokens_in_content: bool = False  # texts in messages may hold control tokens
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

@@ -11,6 +11,7 @@ from typing import Any
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
 from ...managers.io_struct import FinishReason
+from ...managers.reasoning_count import ReasoningCount
 from ...managers.tokenizer_manager import TokenizerManager
 
 ANY_MODEL = frozenset({"", "default"})  # names that clients send when they do not care
@@ -61,7 +62,9 @@ def checked_reason(reason: FinishReason | None) -> FinishReason | None:
 class Reply:
     """Identity of one response: every chunk of it carries the same id and time."""
 
-    def __init__(self, prefix: str, kind: str, model: str) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, warning: str | None = None) -> None:
+        """warning: what the reply's header of that name tells."""
+        self._warning = warning
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
 
@@ -71,14 +74,16 @@ class Reply:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"x-request-id": self.id}
+        warning = {} if self._warning is None else {"warning": f'199 - "{self._warning}"'}
+        return {"x-request-id": self.id, **warning}
 
 
 class Usage:
     """Counts of one response. A prompt counts once, whatever n is; its cached tokens are those of its first sample."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, reasoning: ReasoningCount | None = None) -> None:
         self._n = n
+        self._reasoning = reasoning
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens: dict[int, int] = {}
@@ -88,18 +93,21 @@ class Usage:
         prompt, sample = divmod(output.index, self._n)
         self._prompt_tokens[prompt] = output.prompt_tokens
         self._completion_tokens[output.index] = output.completion_tokens
+        if self._reasoning is not None:
+            self._reasoning.add(output.index, output.token_ids)
         if sample == 0 or prompt not in self._cached_tokens:
             self._cached_tokens[prompt] = output.cached_tokens
 
     def body(self) -> dict[str, Any]:
         prompt, completion = sum(self._prompt_tokens.values()), sum(self._completion_tokens.values())
+        reasoning = self._reasoning.total if self._reasoning is not None else 0
         return {
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
             "completion_tokens": completion,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-            "reasoning_tokens": 0,
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+            "reasoning_tokens": reasoning,
         }
 
 
