@@ -8,8 +8,9 @@ from jinja2 import nodes
 
 
 class TemplateShape(NamedTuple):
-    """wants_parts: it loops over a message's content. wants_argument_text: it writes a call's arguments as they are, so they must
-    be JSON text; else it formats an object itself. knows_developer: it has a word for the role developer. has_tools: it shows tools.
+    """wants_parts: it loops over a message's content. knows_developer: it has a word for that role. has_tools: it shows tools.
+
+    wants_argument_text: it writes a call's arguments as they are, so they must be JSON text; else it formats an object itself.
     """
 
     wants_parts: bool

@@ -15,7 +15,19 @@ from starlette.routing import BaseRoute
 
 from ..managers.errors import StartError
 from ..version import __version__
-from . import cache_api, http_errors, loads_api, metrics, native_api, openapi, score_api, session_api, template_api, tokens_api
+from . import (
+    cache_api,
+    http_errors,
+    loads_api,
+    metrics,
+    native_api,
+    openapi,
+    parse_api,
+    score_api,
+    session_api,
+    template_api,
+    tokens_api,
+)
 from .auth import Door
 from .head_limit import HeadLimitProtocol
 from .http_metrics import HttpMetrics
@@ -38,7 +50,7 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(Door, api_key=state.args.api_key, admin_api_key=state.args.admin_api_key)
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    for api in (native_api, session_api, cache_api, template_api, tokens_api, score_api, loads_api, routes):
+    for api in (native_api, session_api, cache_api, template_api, tokens_api, parse_api, score_api, loads_api, routes):
         api.install(app)
     if state.args.enable_metrics:
         metrics.install(app, state)

@@ -29,6 +29,8 @@ def _table() -> dict[str, Access]:
         "/get_model_info",
         "/get_server_info",
         "/model_info",
+        "/parse_function_call",
+        "/separate_reasoning",
         "/server_info",
         "/tokenize",
         "/v1/chat/completions",

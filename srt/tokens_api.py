@@ -11,7 +11,7 @@ from starlette.responses import Response
 from ..managers.errors import RequestError
 from ..managers.tokenizer_manager import TokenizerManager
 from .http_io import JSONReply, parse_body
-from .openai.chat import prompt_ids
+from .openai.chat_prompt import prompt_ids
 from .openai.protocol import ChatBody
 from .server_state import ServerState, state_of
 from .struct_body import body_of, parse_struct, struct_parser

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -81,7 +81,7 @@ def _plan_calls(plan: ChatPlan, body: ChatBody, parser: str | None) -> None:
     if parser is None:
         raise RequestError(
             "tool_choice auto needs to know how the model writes calls: start the server with --tool-call-parser.",
-            param="tool_choice",
+            param="tools",
         )
     plan.calls = parser
     if any(tool.strict for tool in tools) and not any(getattr(body, name) is not None for name in GRAMMAR_FIELDS):
@@ -100,7 +100,7 @@ def _show_marks(plan: ChatPlan, tokenizer: Tokenizer) -> None:
     plan.show_control_tokens = any(token is not None and token in mark for mark in marks for token in special)
 
 
-def offered_of(tools: list[Mapping[str, Any]]) -> Tools:
+def offered_of(tools: Sequence[Mapping[str, Any]]) -> Tools:
     """Name -> schema of tools as a request has them. Raises RequestError."""
     offered: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
