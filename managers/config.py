@@ -7,7 +7,25 @@ import msgspec
 from ..model_executor.step import ModelInfo, RunnerConfig
 from .ipc import IpcNames
 
-__all__ = ["DetokenizerConfig", "ModelInfo", "RunnerConfig", "SchedulerConfig", "SchedulerInfo", "TokenizerManagerConfig"]
+__all__ = [
+    "DetokenizerConfig",
+    "ModelInfo",
+    "RankLinks",
+    "RunnerConfig",
+    "SchedulerConfig",
+    "SchedulerInfo",
+    "TokenizerManagerConfig",
+]
+
+
+class RankLinks(msgspec.Struct, frozen=True, kw_only=True):
+    """How the schedulers of one engine reach each other; see ranks_io. Unused where there is only one."""
+
+    turns: str = ""
+    watch: str = ""
+    token: str = ""
+    silence: float = 20.0  # seconds without a sign of life after which a rank counts as lost
+    check: bool = False  # compare every decision
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +34,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ipc: IpcNames
     runner: RunnerConfig
     tokenizer_path: str  # for stop strings
+    links: RankLinks = RankLinks()
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None  # None: derive, -1: never split a prompt
     max_prefill_tokens: int = 16384

@@ -11,6 +11,7 @@ from .cache_control import CacheControl
 from .config import SchedulerConfig
 from .constraint import Constraint, GrammarStore
 from .errors import RequestError
+from .inbox import Inbox
 from .invariants import breaches, check_memory
 from .io_struct import (
     AbortReq,
@@ -31,7 +32,6 @@ from .io_struct import (
     Tick,
     ToScheduler,
 )
-from .ipc import Receiver
 from .pace import PrefillPace
 from .quiesce import Quiesce
 from .req import Req
@@ -52,7 +52,7 @@ class Control:
     def __init__(
         self,
         scheduler: Scheduler,
-        receiver: Receiver[ToScheduler],
+        inbox: Inbox,
         reply: Callable[[ControlReply], None],
         tokenizer: Tokenizer,
         config: SchedulerConfig,
@@ -63,7 +63,7 @@ class Control:
         """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived."""
         self.shutdown = False
         self._scheduler = scheduler
-        self._receiver = receiver
+        self._inbox = inbox
         self._reply = reply
         self._tokenizer = tokenizer
         self._config = config
@@ -98,17 +98,17 @@ class Control:
         self._quiesce.serve(in_flight=in_flight)
         if not in_flight and self._scheduler.is_resting():
             self._rest()
-        for message in self._tap(self._messages()):
+        for message in self._tap(self._inbox.take(self._own_messages)):
             self._handlers[type(message)](message)
         self._quiesce.serve(in_flight=in_flight)
 
     def _rest(self) -> None:
         if self._scheduler.is_idle():
             self._on_idle()
-        self._receiver.wait(max(min(IDLE_WAIT, self._next_due() - self._now()), 0.0))
+        self._inbox.wait(max(min(IDLE_WAIT, self._next_due() - self._now()), 0.0))
 
-    def _messages(self) -> list[ToScheduler]:
-        """What has arrived, behind what this rank has to say itself: a tick if one is due, a new pace."""
+    def _own_messages(self) -> list[ToScheduler]:
+        """What this rank has to say itself: a tick if one is due, a new pace."""
         now = self._now()
         own: list[ToScheduler] = []
         if now >= min(self._ticked + TICK_INTERVAL, self._next_due()):
@@ -117,7 +117,7 @@ class Control:
         chunk = self._pace.news() if self._pace else None
         if chunk is not None:
             own.append(SetPace(chunk=chunk))
-        return [*own, *self._receiver.receive_all()]
+        return own
 
     def _now(self) -> float:
         return self._clock() - self._begin

@@ -149,6 +149,7 @@ class Turn:
     batch: StepSeen | None = None
     requests: list[str] = field(default_factory=list)
     ids: np.ndarray | None = None
+    owned: np.ndarray | None = None  # of each of the ids: its row has not changed hands since the launch
     error: str | None = None
     finished: list[tuple[str, str, int]] = field(default_factory=list)
     retracted: list[tuple[str, int]] = field(default_factory=list)
@@ -274,10 +275,12 @@ class Recorder:
     Of turns without a message in which there is nothing to do only the first in a row is kept, and the time of the last.
     """
 
-    def __init__(self, scheduler: Scheduler, sink: TurnSink, *, ring_turns: int = RING_TURNS) -> None:
+    def __init__(self, scheduler: Scheduler, sink: TurnSink, *, ring_turns: int = RING_TURNS, compares: bool = False) -> None:
+        """compares: note which of the sampled ids still have an owner."""
         self.ring: deque[Turn] = deque(maxlen=ring_turns)
         self.num_turns = 0
         self._scheduler = scheduler
+        self._compares = compares
         self._sink = sink
         self._turn = Turn(0, [])
         self._num_retracted = 0
@@ -335,6 +338,9 @@ class Recorder:
         return self._scheduler.launch(batch)
 
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
+        if self._compares:
+            index = batch.step.sample_index
+            self._turn.owned = (self._scheduler.memory.table.epochs[batch.rows] == batch.epochs)[index]
         self._scheduler.absorb(batch, _TappedHandle(handle, self._turn))
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -62,3 +63,33 @@ class OverlapLoop:
         self._pending = (batch, scheduler.launch(batch)) if batch else None
         if pending:
             scheduler.absorb(*pending)
+
+
+class PipelineLoop:
+    """As many steps are under way as the model has stages; the oldest is absorbed when the next is launched.
+
+    So the chunks of a long prompt follow each other through the stages, and the rows that decode form micro-batches: a row's next
+    step is launched when its last token is known.
+    """
+
+    def __init__(self, scheduler: Verbs, receive: Callable[[bool], None], depth: int) -> None:
+        self._scheduler = scheduler
+        self._receive = receive
+        self._depth = depth
+        self._pending: deque[tuple[ScheduleBatch, StepHandle]] = deque()
+
+    def turn(self) -> None:
+        scheduler, pending = self._scheduler, self._pending
+        self._receive(bool(pending))
+        batch = scheduler.next_batch(in_flight=bool(pending))
+        if batch:
+            pending.append((batch, scheduler.launch(batch)))
+        if pending and (batch is None or len(pending) == self._depth):
+            scheduler.absorb(*pending.popleft())
+
+
+def make_loop(scheduler: Verbs, receive: Callable[[bool], None], *, overlap: bool, stages: int) -> EventLoop:
+    """The loop of a model with so many stages."""
+    if stages > 1:
+        return PipelineLoop(scheduler, receive, stages)
+    return OverlapLoop(scheduler, receive) if overlap else NormalLoop(scheduler, receive)

@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -123,6 +124,10 @@ class Receiver(Generic[T]):
                 messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
             except zmq.Again:
                 return messages
+
+    def take(self, own: Callable[[], list[T]]) -> list[T]:
+        """The messages that are here, behind what the caller has to say itself."""
+        return [*own(), *self.receive_all()]
 
     def wait(self, timeout: float) -> bool:
         """Sleep until a message is here or ``timeout`` seconds are over; says which."""

@@ -27,6 +27,7 @@ import msgspec
 from . import stacks
 from .config import DetokenizerConfig, SchedulerConfig
 from .errors import StartError
+from .reports import Reports, leave
 
 # name -> (module, function, type of config); imported only in the child that runs it
 MAINS: dict[str, tuple[str, str, type[msgspec.Struct]]] = {
@@ -36,7 +37,7 @@ MAINS: dict[str, tuple[str, str, type[msgspec.Struct]]] = {
 PARENT_POLL = 1.0  # seconds; end of file comes at once, the pid is asked this often
 EXIT_ORPHAN = 3
 
-Main = Callable[[Any, Callable[[dict[str, Any]], None]], None]
+Main = Callable[[Any, Reports], None]
 
 
 def run_child(name: str, load_main: Callable[[], Main], config_type: type[msgspec.Struct], report_fd: int) -> NoReturn:
@@ -49,33 +50,19 @@ def run_child(name: str, load_main: Callable[[], Main], config_type: type[msgspe
     if sys.stderr is not None:  # a daemon may have none
         faulthandler.enable()
     os.set_inheritable(report_fd, False)
+    reports = Reports(report_fd)
     try:
         config: Any = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
         _watch_parent(sys.stdin.buffer, config)
         stacks.install(config.ipc.directory, name)
         _set_up_log(config)
-        load_main()(config, lambda payload: _report(report_fd, {"status": "ready", "payload": payload}))
+        load_main()(config, reports)
     except BaseException as error:
         detail = traceback.format_exc()
         message = str(error) if isinstance(error, StartError) else f"{type(error).__name__}: {error}"
-        _report(report_fd, {"status": "error", "message": message, "traceback": detail})
-        _exit(1)
-    _exit(0)
-
-
-def _report(fd: int, report: dict[str, Any]) -> None:
-    data = msgspec.json.encode(report) + b"\n"
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _exit(status: int) -> NoReturn:
-    """Leave without waiting for threads or atexit hooks of libraries: all that has to be flushed was."""
-    logging.shutdown()
-    for file in (sys.stdout, sys.stderr):
-        if file is not None:
-            file.flush()
-    os._exit(status)
+        reports.error(message, detail)
+        leave(1)
+    leave(0)
 
 
 def _watch_parent(stdin: BinaryIO, config: Any) -> None:

@@ -28,15 +28,21 @@ ENVIRONMENT = {"scheduler": {"THP_MEM_ALLOC_ENABLE": "1"}, "detokenizer": {"OMP_
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start. ``command`` is the command line before ``--report-fd``; empty: managers.process with the name."""
+    """What to start. ``command`` is the command line before ``--report-fd``; empty: managers.process with the kind, or the name."""
 
     name: str
     config: Any  # a msgspec.Struct
     command: list[str] = []
+    kind: str = ""
+
+    @property
+    def role(self) -> str:
+        """The kind of process that it is."""
+        return self.kind or self.name
 
     def argv(self) -> list[str]:
         # -P: a file in the user's working directory must not shadow a module that the child imports
-        return self.command or [sys.executable, "-P", "-m", "banyan.managers.process", self.name]
+        return self.command or [sys.executable, "-P", "-m", "banyan.managers.process", self.role]
 
 
 class Report(msgspec.Struct):
@@ -67,7 +73,7 @@ class ChildProcess:
                 [*spec.argv(), "--report-fd", str(report_fd)],
                 stdin=stdin_read,
                 pass_fds=(report_fd,),
-                env={**os.environ, **ENVIRONMENT.get(spec.name, {})},
+                env={**os.environ, **ENVIRONMENT.get(spec.role, {})},
             )
         except OSError as error:
             os.close(self._stdin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from ..model_executor.step import ModelInfo, StepHandle, StepInput, StepOutput
 from .control import Control
 from .decision_log import FORMAT, STOP_STRING, Header, NoDisguise, Recorder, Turn, TurnRecord, TurnSink
 from .errors import BanyanError
-from .event_loop import EventLoop, NormalLoop, OverlapLoop
+from .event_loop import EventLoop, make_loop
 from .faults import Faults
 from .io_struct import GenerateReq, ToScheduler
 from .scheduler import Scheduler
@@ -192,8 +192,8 @@ class _NoReceiver:
     def wait(self, timeout: float) -> bool:
         return False
 
-    def receive_all(self) -> list[ToScheduler]:
-        return []
+    def take(self, own: Callable[[], list[ToScheduler]]) -> list[ToScheduler]:
+        return own()
 
 
 class _ReplayRecorder(Recorder):
@@ -248,8 +248,7 @@ class _Replay:
         self._recorder = _ReplayRecorder(scheduler, self._over, self._runner)
         receiver: Any = _NoReceiver()
         control = Control(scheduler, receiver, lambda reply: None, tokenizer, header.config, tap=self._recorder.take)
-        loop = OverlapLoop if found.overlap else NormalLoop
-        self._loop: EventLoop = loop(self._recorder, control.receive)
+        self._loop: EventLoop = make_loop(self._recorder, control.receive, overlap=found.overlap, stages=found.model.stages)
 
     def _sent(self, output: Any) -> None:
         self._recorder.sent(output)

@@ -249,10 +249,11 @@ class Scheduler:
 
     def _mix(self, batch: ScheduleBatch) -> ScheduleBatch:
         """Let the running rows decode in the same step, if there are slots for it without retracting anyone."""
-        slots = self._alloc_decode() if len(self.running) else None
+        rows = self._decoding()
+        slots = self._alloc_decode(rows) if len(rows) else None
         if slots is None:
             return batch
-        batch = mix(self.memory.table, batch, build_next(self.memory.table, self.running, slots))
+        batch = mix(self.memory.table, batch, build_next(self.memory.table, rows, slots))
         self._drop_complete()
         self.stats.decode(num_reqs=len(slots))
         return batch
@@ -310,10 +311,11 @@ class Scheduler:
     # --- decode
 
     def _next_decode(self, *, in_flight: bool) -> ScheduleBatch | None:
-        if not len(self.running):
+        rows = self._decoding()
+        if not len(rows):
             return None
         forced = self.faults.every("retract_every") and len(self.running) > 1
-        slots = None if forced else self._alloc_decode()
+        slots = None if forced else self._alloc_decode(rows)
         if slots is not None:
             self.ratio.decay()
         elif in_flight:
@@ -322,27 +324,38 @@ class Scheduler:
             slots = self._retract_until_it_fits()
             if slots is None:
                 return None
-        batch = build_next(self.memory.table, self.running, slots)
+            rows = self._decoding()
+        batch = build_next(self.memory.table, rows, slots)
         self._drop_complete()
         self.waiting.tick(len(slots))
         self.stats.decode(num_reqs=len(slots))
         return batch
+
+    def _decoding(self) -> np.ndarray:
+        """Rows of the next decode step: all, or with several stages one micro-batch of those whose newest token is known."""
+        stages = self.runner.info.stages
+        if stages == 1:
+            return self.running
+        table = self.memory.table
+        known = table.known_lens[self.running] >= table.launched_lens[self.running]
+        share: np.ndarray = self.running[known][: -(-len(self.running) // stages)]
+        return share
 
     def _drop_complete(self) -> None:
         """Rows whose last token is launched decode no more."""
         table = self.memory.table
         self.running = self.running[table.launched_lens[self.running] < table.limits[self.running]]
 
-    def _alloc_decode(self) -> np.ndarray | None:
-        """Slots for each running row's newest token, or its jump, or None if they are not to be had."""
+    def _alloc_decode(self, rows: np.ndarray) -> np.ndarray | None:
+        """Slots for the newest token of each row, or its jump, or None if they are not to be had."""
         if self.faults.draw("alloc_fail"):
             return None
         table, allocator = self.memory.table, self.memory.allocator
-        if table.jump_ends[self.running].any():
-            return self._alloc_extend(self.running, table.next_ends(self.running))
-        seq_lens = table.launched_lens[self.running]
+        if table.jump_ends[rows].any():
+            return self._alloc_extend(rows, table.next_ends(rows))
+        seq_lens = table.launched_lens[rows]
         self._make_room(allocator.decode_cost(seq_lens))
-        return allocator.alloc_decode(seq_lens, table.pool.table[self.running, seq_lens - 2])
+        return allocator.alloc_decode(seq_lens, table.pool.table[rows, seq_lens - 2])
 
     def _retract_until_it_fits(self) -> np.ndarray | None:
         """Send requests back to the queue, at least one, until the rest can decode. The last one stays: alone it always fits.
@@ -357,11 +370,11 @@ class Scheduler:
         for req in victims:
             self._retract(req)
             self.faults.served("retract_every")
-            slots = self._alloc_decode()
+            slots = self._alloc_decode(self._decoding())
             if slots is not None:
                 break
         while slots is None and self.memory.drop_hold():
-            slots = self._alloc_decode()
+            slots = self._alloc_decode(self._decoding())
         outputs = table.known_lens[self.running] - table.prompt_lens[self.running]
         self.ratio.retracted(outputs, table.limits[self.running] - table.prompt_lens[self.running])
         return slots

@@ -26,17 +26,19 @@ from .control import Control
 from .deadlines import Timers
 from .decision_file import DecisionFile, NoFile, Subject, write_crash
 from .decision_log import Recorder
-from .event_loop import EventLoop, NormalLoop, OverlapLoop
+from .event_loop import EventLoop, make_loop
 from .faults import Faults
 from .grammar import Vocabulary, stop_ids_of
-from .io_struct import ControlReply, Heartbeat, TokenOutput, ToScheduler
-from .ipc import Receiver, Sender
+from .io_struct import Heartbeat, TokenOutput
+from .ipc import Sender
 from .jump_forward import JumpForward
 from .live_table import LiveTable
 from .output_stream import OutputStream
 from .pins import Pins
 from .prefill_planner import Memory, PrefillLimits
+from .rank_group import RankGroup
 from .reporter import Reporter
+from .reports import Reports
 from .request_gate import RequestGate, max_live_requests
 from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
@@ -52,50 +54,55 @@ HEARTBEAT_INTERVAL = 1.0
 DEFAULT_CHUNK = {"cpu": 512, "cuda": 4096}
 
 
-def run_scheduler(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Serve until ShutdownReq. ready(info) is called once the first request could be served; what raises ends the process."""
+def run_scheduler(config: SchedulerConfig, reports: Reports) -> None:
+    """Serve until ShutdownReq. reports(info) is called once requests could be served; what raises ends the process."""
     faults = Faults.from_env()
     if faults.value("load_fail"):
         raise RuntimeError("BANYAN_FAULTS: load_fail")
     runner = create_runner(config.runner)
     context = zmq.Context()
+    failed = True
     try:
-        _serve(config, ready, runner, context)
+        _serve(config, reports, runner, context)
+        failed = False
     finally:
-        runner.close()
+        if not failed or config.runner.ranks.world_size == 1:  # else a step may wait for a rank that is no more
+            runner.close()
         context.destroy(linger=1000)
 
 
-def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], runner: Runner, context: zmq.Context[Any]) -> None:
+def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: zmq.Context[Any]) -> None:
     tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     info, memory = build_memory(config, runner, tokenizer)
-    to_detokenizer = Sender(context, config.ipc.detokenizer)
+    group = RankGroup(config, context)
+    to_detokenizer = group.sender(config.ipc.detokenizer)
     recorder: Recorder | None = None
 
     def send(output: TokenOutput) -> None:
         if recorder is not None:
             recorder.sent(output)
-        to_detokenizer.send(output)
+        to_detokenizer(output)
 
     scheduler = build_scheduler(config, info, memory, runner, send)
     subject = Subject(config, info, memory.table.eos_mask, scheduler.faults)
     sink = DecisionFile(config.record_decisions, subject) if config.record_decisions else NoFile()
-    recorder = Recorder(scheduler, sink)
-    receiver: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
+    recorder = Recorder(scheduler, group.checked(sink), compares=config.links.check)
     scheduler.masks.grammars = GrammarStore(
         lambda: Vocabulary.of(
             tokenizer, vocab_size=info.model.vocab_size, stop_ids=stop_ids_of(info.model, tokenizer.eos_token_ids)
         ),
-        _reply_on_any_thread(context, config.ipc.tokenizer),
+        group.sender_of_any_thread(config.ipc.tokenizer),
         None if config.disable_jump_forward else lambda: _jumper(tokenizer),
     )
-    reply = Sender(context, config.ipc.tokenizer).send
-    control = Control(scheduler, receiver, reply, tokenizer, config, tap=recorder.take)
-    loop: EventLoop = OverlapLoop(recorder, control.receive) if info.overlap else NormalLoop(recorder, control.receive)
+    reply = group.sender(config.ipc.tokenizer)
+    control = Control(scheduler, group.inbox, reply, tokenizer, config, tap=recorder.take)
+    loop: EventLoop = make_loop(recorder, control.receive, overlap=info.overlap, stages=info.model.stages)
     pulse = Pulse(scheduler)
     reporter = Reporter(scheduler, reply)
-    threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
-    ready(msgspec.to_builtins(info))
+    group.start(reports.fatal)
+    if group.leads:
+        threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
+    reports(msgspec.to_builtins(info))
     try:
         while not control.shutdown:
             pulse.turned()
@@ -105,8 +112,10 @@ def _serve(config: SchedulerConfig, ready: Callable[[dict[str, Any]], None], run
         if config.crash_dump_folder:
             recorder.end_turn()
             write_crash(config.crash_dump_folder, subject, recorder.ring, error)
+        group.failed(error)
         raise
     finally:
+        group.stop()
         recorder.close()
 
 
@@ -114,18 +123,6 @@ def _jumper(tokenizer: Tokenizer) -> JumpForward:
     """Builds the encoder. A tokenizer without a byte table has no grammars, so is never asked for."""
     table = tokenizer.byte_table
     return JumpForward(lambda text: tokenizer.encode(text, add_special_tokens=False), table.tokens if table else [])
-
-
-def _reply_on_any_thread(context: zmq.Context[Any], address: str) -> Callable[[ControlReply], None]:
-    """A socket belongs to one thread, so each thread gets one of its own."""
-    local = threading.local()
-
-    def reply(message: ControlReply) -> None:
-        if not hasattr(local, "sender"):
-            local.sender = Sender(context, address)
-        local.sender.send(message)
-
-    return reply
 
 
 def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) -> tuple[SchedulerInfo, Memory]:

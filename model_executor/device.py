@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from .step import StepHandle, StepOutput, timed_step
+from .step import SINGLE, RankSpec, StepHandle, StepOutput, timed_step
 from .worker import Handle, InlineWorker, ThreadWorker, Worker
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,11 @@ class Device(Protocol):
         """Finish what was submitted and stop. Idempotent."""
 
 
-def create_device(name: str, *, overlap: bool) -> Device:
-    """Device of RunnerConfig.device: auto, cpu or cuda. Raises ValueError for what is not there."""
+def create_device(name: str, *, overlap: bool, ranks: RankSpec = SINGLE) -> Device:
+    """Device of RunnerConfig.device: auto, cpu or cuda. Raises ValueError for what is not there.
+
+    Of the ranks of one machine each gets a CUDA device of its own, or its share of the cores.
+    """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"unknown device {name!r}; known are auto, cpu, cuda")
     has_cuda = torch.cuda.is_available()
@@ -47,18 +50,21 @@ def create_device(name: str, *, overlap: bool) -> Device:
     why = "auto: torch finds a CUDA device" if has_cuda else "auto: torch finds no CUDA device"
     why = why if name == "auto" else "as given"
     if has_cuda and name != "cpu":
+        if ranks.local_size > torch.cuda.device_count():
+            raise ValueError(f"{ranks.local_size} ranks need as many CUDA devices, but torch finds {torch.cuda.device_count()}")
+        torch.cuda.set_device(ranks.local_rank if ranks.local_size > 1 else torch.cuda.current_device())
         return CudaDevice(why)
-    return CpuDevice(why, overlap=overlap)
+    return CpuDevice(why, overlap=overlap, sharers=ranks.local_size)
 
 
 class CpuDevice:
     """One thread runs everything, the loading of the model included; without overlap that is the caller's own, which then must
     always be the same."""
 
-    def __init__(self, why: str, *, overlap: bool) -> None:
+    def __init__(self, why: str, *, overlap: bool, sharers: int = 1) -> None:
         self.device = torch.device("cpu")
         self._worker: Worker = ThreadWorker() if overlap else InlineWorker()
-        num_threads, threads_why = num_compute_threads()
+        num_threads, threads_why = num_compute_threads(sharers)
         self.explain = {"device": f"cpu ({why})", "threads": f"{num_threads} ({threads_why})"}
         self.run(lambda: _set_threads(num_threads))
 
@@ -135,14 +141,15 @@ def _set_threads(num_threads: int) -> None:
         logger.warning("torch keeps %d inter-op threads: %s", torch.get_num_interop_threads(), error)
 
 
-def num_compute_threads() -> tuple[int, str]:
-    """Threads of a forward pass and why: OMP_NUM_THREADS, else the physical cores that the process may use."""
+def num_compute_threads(sharers: int = 1) -> tuple[int, str]:
+    """Threads of a forward pass and why: OMP_NUM_THREADS, else its share of the physical cores that the process may use."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if given.isdecimal() and int(given) > 0:
         return int(given), "OMP_NUM_THREADS"
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = {_siblings(cpu) for cpu in allowed}
-    return len(cores), f"physical cores among the {len(allowed)} allowed CPUs"
+    share = f", shared by {sharers} ranks" if sharers > 1 else ""
+    return max(len(cores) // sharers, 1), f"physical cores among the {len(allowed)} allowed CPUs{share}"
 
 
 def _siblings(cpu: int) -> str:

@@ -54,7 +54,7 @@ class ModelRunner:
         self._make_backend = attention_backend(config.attention_backend or DEFAULT_BACKEND)
         self._cache: _Cache | None = None
         self._closed = False
-        self._device = create_device(config.device, overlap=config.overlap)
+        self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         try:
             self._dtype, dtype_why = choose_dtype(config.dtype, self._model_config.torch_dtype, self._device.device)
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
@@ -215,5 +215,6 @@ def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain:
         attention_backend=backend,
         load_format=config.load_format,
         logit_processors=sorted(config.logit_processors),
+        stages=config.ranks.pp_size,
         explain=device.explain | explain | {"attention_backend": f"{backend} ({backend_why})"},
     )

@@ -48,6 +48,7 @@ class OracleRunner:
             attention_backend="oracle",
             load_format="oracle",
             logit_processors=sorted(config.logit_processors),
+            stages=config.ranks.pp_size,
             explain={"load_format": "oracle, as given: no weights are read"},
         )
         self._num_slots = config.max_total_tokens or DEFAULT_SLOTS

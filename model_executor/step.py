@@ -129,6 +129,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: str
     load_format: str
     logit_processors: list[str] = []  # names that a request may use
+    stages: int = 1  # of a pipeline
     explain: dict[str, str] = {}  # derived value -> why it is so
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +13,7 @@ from ..managers.config import SchedulerInfo, TokenizerManagerConfig
 from ..managers.errors import StartError
 from ..managers.ipc import IpcNames
 from ..managers.process_group import ChildSpec, ProcessGroup
+from ..managers.rank_layout import meeting_again, rank_configs, rank_name
 from .model_source import resolve_model
 from .server_args import ServerArgs
 
@@ -32,7 +34,8 @@ class Launched:
 
     def restart(self, *, timeout: float = START_TIMEOUT) -> None:
         """Start the processes again, with a pool of the same size. Raises StartError; then all are stopped."""
-        specs = [_same_size(spec, self.info) for spec in self.specs]
+        attempt = time.monotonic_ns()
+        specs = [_same_size(spec, self.info, attempt) for spec in self.specs]
         self.group.restart(specs, timeout)
 
     def stop(self, timeout: float) -> None:
@@ -49,11 +52,14 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
     group = ProcessGroup()
     try:
         specs = [
-            ChildSpec(name="scheduler", config=args.scheduler_config(ipc, model_path)),
+            *(
+                ChildSpec(name=rank_name(config), kind="scheduler", config=config)
+                for config in rank_configs(args.scheduler_config(ipc, model_path), args.layout())
+            ),
             ChildSpec(name="detokenizer", config=args.detokenizer_config(ipc, model_path)),
         ]
         payloads = group.start(specs, timeout)
-        info = _scheduler_info(payloads["scheduler"])
+        info = _scheduler_info(payloads[specs[0].name])
         return Launched(args.tokenizer_manager_config(ipc, model_path), info, group, ipc, specs)
     except BaseException:
         group.stop(0)
@@ -61,11 +67,12 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
         raise
 
 
-def _same_size(spec: ChildSpec, info: SchedulerInfo) -> ChildSpec:
+def _same_size(spec: ChildSpec, info: SchedulerInfo, attempt: int) -> ChildSpec:
     """What requests were checked against must hold for the next scheduler, however much memory is free by then."""
-    if spec.name != "scheduler":
+    if spec.role != "scheduler":
         return spec
-    runner = msgspec.structs.replace(spec.config.runner, max_total_tokens=info.max_total_num_tokens)
+    ranks = meeting_again(spec.config.runner.ranks, attempt)
+    runner = msgspec.structs.replace(spec.config.runner, max_total_tokens=info.max_total_num_tokens, ranks=ranks)
     return msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, runner=runner))
 
 

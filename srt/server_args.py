@@ -23,6 +23,7 @@ from ..managers.tool_parsers.registry import TOOL_PARSERS
 if TYPE_CHECKING:
     from ..managers.config import DetokenizerConfig, SchedulerConfig, TokenizerManagerConfig
     from ..managers.ipc import IpcNames
+    from ..managers.rank_layout import Layout
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Positive = Annotated[int, Meta(ge=1)]
@@ -213,6 +214,44 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         None
     )
 
+    # Many ranks
+    tp_size: Annotated[
+        Positive,
+        Meta(
+            description="Ranks that compute each layer together, each with its part of the heads, the MLP and the vocabulary",
+            extra={"aliases": ["--tensor-parallel-size", "--tp"]},
+        ),
+    ] = 1
+    pp_size: Annotated[
+        Positive,
+        Meta(
+            description="Stages that the layers are divided among, each with --tp-size ranks",
+            extra={"aliases": ["--pipeline-parallel-size", "--pp"]},
+        ),
+    ] = 1
+    nnodes: Annotated[Positive, Meta(description="Machines that the ranks are divided among; serve is started on each")] = 1
+    node_rank: Annotated[NotNegative, Meta(description="Number of this machine; the one with 0 takes the requests")] = 0
+    dist_init_addr: Annotated[
+        str | None,
+        Meta(
+            description="host:port at which the ranks of several machines meet, on the machine with rank 0; uses two more ports",
+            extra={"aliases": ["--nccl-init-addr"]},
+        ),
+    ] = None
+    dist_token: Annotated[
+        str | None,
+        Meta(
+            description="Secret that the schedulers of several machines prove to each other, the same on all",
+            extra={"env": "BANYAN_DIST_TOKEN"},
+        ),
+    ] = None
+    dist_timeout: Annotated[
+        Seconds, Meta(description="Seconds without a sign of life after which a rank counts as lost and its group ends")
+    ] = 20.0
+    check_decisions: Annotated[
+        bool, Meta(description="Compare every decision of every rank with rank 0's, and end at the first difference")
+    ] = False
+
     # Logs and checks
     log_level: Annotated[LogLevel, Meta(description="Level of the log of all processes")] = "info"
     log_level_http: Annotated[LogLevel | None, Meta(description="Level of the log of HTTP requests; unset: warning")] = None
@@ -289,6 +328,24 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             raise StartError(f"--chat-template: no file {self.chat_template!r}.")
         if self.tokenizer_path is not None and not os.path.exists(self.tokenizer_path):
             raise StartError(f"--tokenizer-path: no file or folder {self.tokenizer_path!r}.")
+
+        if self.nnodes > 1:
+            self.layout().check_sizes()
+
+    def layout(self) -> Layout:
+        """How the ranks are laid out."""
+        from ..managers.rank_layout import Layout
+
+        return Layout(
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            nnodes=self.nnodes,
+            node_rank=self.node_rank,
+            address=self.dist_init_addr or "",
+            token=(self.dist_token or "") if self.nnodes > 1 else "",
+            timeout=self.dist_timeout,
+            check=self.check_decisions,
+        )
 
     @property
     def served_name(self) -> str:

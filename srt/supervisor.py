@@ -104,6 +104,7 @@ class Supervisor:
         log.error("watchdog: %s; the stacks of all processes follow", reason)
         for name, text in stacks.collect(self._launched.ipc.directory, {"main": os.getpid(), **pids}).items():
             log.error("stacks of the %s process:\n%s", name, text or "(none: it does not answer)")
-        if "scheduler" in pids:
-            os.kill(pids["scheduler"], signal.SIGKILL)
+        for name, pid in pids.items():
+            if name.startswith("scheduler"):
+                os.kill(pid, signal.SIGKILL)
         self._stopped.wait(self._watchdog / 4)  # for the death to be noticed

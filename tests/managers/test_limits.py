@@ -66,9 +66,9 @@ class Desk:
         self.naps.append(timeout)
         return bool(self.inbox)
 
-    def receive_all(self) -> list[Any]:
+    def take(self, own: Any) -> list[Any]:
         messages, self.inbox = self.inbox, []
-        return messages
+        return [*own(), *messages]
 
     def ask(self, rid: str, length: int = 20, *, tokens: int = 200, **fields: Any) -> None:
         params = SamplingParams.parse({"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}, 512)

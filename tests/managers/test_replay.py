@@ -102,9 +102,9 @@ class Recorded:
     def wait(self, timeout: float) -> bool:
         return bool(self.inbox)
 
-    def receive_all(self) -> list[Any]:
+    def take(self, own: Any) -> list[Any]:
         messages, self.inbox = self.inbox, []
-        return messages
+        return [*own(), *messages]
 
     def ask(self, rid: str, prompt: list[int], **options: Any) -> None:
         fields = {name: options.pop(name) for name in GenerateReq.__struct_fields__ if name in options}
