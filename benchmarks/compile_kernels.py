@@ -25,7 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from banyan.layers.attention.triton import MAX_SPLITS, MIN_SPLIT, block_sizes
-from banyan.layers.kernels.triton import attention
+from banyan.layers.kernels.triton import attention, fused, gemm, sampling
+from banyan.layers.kernels.triton.launch import SAMPLE_BLOCK
 
 CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one block may take (CUDA C++ guide, table of limits)
@@ -97,9 +98,42 @@ def attention_variants() -> list[Variant]:
     return found
 
 
+def op_variants() -> list[Variant]:
+    """Norms, rotary and activations."""
+    found = []
+    for add in (False, True):
+        constants = {"HEADS": 1, "D": 4096, "BLOCK": 4096, "ADD": add, "GEMMA": add, "num_warps": 8}
+        types = [*["*bf16"] * 5, "fp32", *["i32"] * 3]
+        found.append(Variant(f"rms_norm{' of a sum' if add else ''} D 4096", fused.rms_norm_kernel, types, constants))
+    constants = {"HEADS": 40, "R": 64, "BLOCK_H": 16, "BLOCK_R": 64}
+    found.append(Variant("rotate D 128", fused.rotate_kernel, [*["*bf16"] * 4, "i32", "i32"], constants))
+    for silu in (False, True):
+        name = f"gated {'silu' if silu else 'gelu'}"
+        found.append(Variant(name, fused.gated_kernel, ["*bf16", "*bf16", "i32", "i32"], {"BLOCK": 1024, "SILU": silu}))
+    return found
+
+
+def product_variants() -> list[Variant]:
+    """Products with quantised weights, and sampling."""
+    found = []
+    for name, dtype in (("int8", "i8"), ("fp8", FP8)):
+        for rows in (16, 64):
+            constants = {"BLOCK_M": rows, "BLOCK_N": 128, "BLOCK_K": 128, "INTEGER": name == "int8", "BIAS": False, "num_stages": 3}
+            types = [f"*{dtype}", f"*{dtype}", "*fp32", "*fp32", "*bf16", "*bf16", *["i32"] * 6]
+            least = FP8_CAPABILITY if dtype == FP8 else 80
+            found.append(Variant(f"scaled_mm {name} M {rows}", gemm.scaled_mm_kernel, types, constants, least))
+    for group in (32, 128):
+        constants = {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 64, "BIAS": False, "num_stages": 3}
+        types = ["*bf16", "*u8", "*bf16", "*bf16", "*bf16", *["i32"] * 5]
+        found.append(Variant(f"int4_mm group {group}", gemm.int4_mm_kernel, types, constants))
+    types = ["*fp32", "*i64", "*fp64", "*i64", "i32", "i32", "i32"]
+    found.append(Variant("sample", sampling.sample_kernel, types, {"BLOCK": SAMPLE_BLOCK, "num_warps": SAMPLE_BLOCK // 256}))
+    return found
+
+
 def variants() -> list[Variant]:
     """All kernels, in the sizes that models have."""
-    return attention_variants()
+    return attention_variants() + op_variants() + product_variants()
 
 
 def compile_variant(variant: Variant, capability: int) -> Usage:

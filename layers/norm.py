@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from .kernels.ops import current_ops
 from .linear import weight
 
 
@@ -16,15 +16,21 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = weight(dim, dtype=dtype)
         self.eps = eps
+        ops = current_ops()
+        self._norm, self._add_norm = ops.rms_norm, ops.add_rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype is torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
+        return self._norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, delta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + delta, x + delta), both [T, dim]."""
+        return self._add_norm(x, delta, self.weight, self.eps)
 
 
 class GemmaRMSNorm(RMSNorm):
     """x / rms(x) times (1 + w), rounded to x's dtype at the end."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+    def __init__(self, dim: int, *, eps: float, dtype: torch.dtype) -> None:
+        super().__init__(dim, eps=eps, dtype=dtype)
+        ops = current_ops()
+        self._norm, self._add_norm = ops.gemma_rms_norm, ops.gemma_add_rms_norm

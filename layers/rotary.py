@@ -39,17 +39,6 @@ class RotaryEmbedding(nn.Module):
         return self.cos.index_select(0, positions)[:, None], self.sin.index_select(0, positions)[:, None]
 
 
-def rotate(x_THD: torch.Tensor, tables: RopeTables) -> torch.Tensor:
-    """x rotated: dim i of the first half pairs with dim i of the second. x is left as it was."""
-    cos, sin = tables
-    half = x_THD.shape[-1] // 2
-    first, second = x_THD[..., :half], x_THD[..., half:]
-    out = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
-    torch.mul(first, cos, out=out[..., :half]).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=out[..., half:]).addcmul_(first, sin)
-    return out
-
-
 def inverse_frequencies(
     dim: int, theta: float, max_len: int, *, kind: str, params: Mapping[str, Any]
 ) -> tuple[torch.Tensor, float]:

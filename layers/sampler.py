@@ -17,6 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .attention.pages import upload
+from .kernels.ops import Draw
 from .rng import uniforms
 from .sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
 from .token_mask import apply_mask
@@ -26,10 +28,13 @@ GREEDY_EPS = 1e-6  # temperatures below are greedy
 _UNDECIDED = -3
 
 
-def sample(logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: int = NUM_CANDIDATES) -> torch.Tensor:
+def sample(
+    logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: int = NUM_CANDIDATES, draw: Draw | None = None
+) -> torch.Tensor:
     """int64 [S]: the id that each row samples, FAILED where its logits hold NaN or +inf, NO_CHOICE where all are -inf.
 
-    logits is float32 and may be modified. num_candidates is for tests: it changes the cost, never the result.
+    logits is float32 and may be modified. draw: a kernel that samples without the host. num_candidates is for tests: it changes
+    the cost, never the result.
     """
     ban(logits_SV, sampling)
     if sampling.allowed is not None:
@@ -40,6 +45,9 @@ def sample(logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: 
     greedy = (sampling.temperatures < GREEDY_EPS) | (sampling.top_ks == 1)
     if greedy.all():
         return result
+    if draw is not None:
+        drawn = draw(logits_SV, best[:, 0], upload(draw_params(sampling), logits_SV.device))
+        return torch.where(torch.isfinite(top[:, 0]), drawn, result)
     drawing = torch.from_numpy(np.flatnonzero(~greedy)).to(logits_SV.device)
     drawing = drawing[result.index_select(0, drawing) >= 0]
     if drawing.numel():
@@ -49,12 +57,18 @@ def sample(logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: 
     return result
 
 
+def draw_params(sampling: SamplingInput) -> np.ndarray:
+    """float64 [5, S]: temperature, top_p, min_p, top_k and the uniform of each row, as a kernel takes them."""
+    draws = uniforms(sampling.seeds, sampling.positions)
+    return np.stack([sampling.temperatures, sampling.top_ps, sampling.min_ps, sampling.top_ks, draws]).astype(np.float64)
+
+
 def ban(logits_SV: torch.Tensor, sampling: SamplingInput) -> None:
     """Make the banned ids impossible, in place."""
     if sampling.banned_rows.size:
         device = logits_SV.device
-        rows, ids = torch.from_numpy(sampling.banned_rows).to(device), torch.from_numpy(sampling.banned_ids).to(device)
-        logits_SV[rows.long(), ids.long()] = float("-inf")
+        rows, ids = upload(np.stack([sampling.banned_rows, sampling.banned_ids]).astype(np.int64), device)
+        logits_SV[rows, ids] = float("-inf")
 
 
 @dataclass(slots=True)

@@ -17,11 +17,12 @@ from ...layers.attention.attention import Attention
 from ...layers.attention.base import AttentionSpec
 from ...layers.embedding import Embedding, VocabParallelEmbedding
 from ...layers.forward_batch import ForwardBatch
+from ...layers.kernels.ops import current_ops
 from ...layers.linear import Linear, MergedLinear
 from ...layers.logits import compute_logits
 from ...layers.norm import RMSNorm
 from ...layers.parallel import ONE, Ranks
-from ...layers.rotary import RopeTables, RotaryEmbedding, rotate
+from ...layers.rotary import RopeTables, RotaryEmbedding
 from ..model_config import SLIDING, ModelConfig
 from ..shard import Shard
 
@@ -48,6 +49,7 @@ class SelfAttention(nn.Module):
         self.o_proj = Linear(q_size, config.hidden_size, bias=config.attention_out_bias, dtype=dtype)
         self.q_norm = norm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
         self.k_norm = norm(self.head_dim, eps=config.rms_norm_eps, dtype=dtype) if config.qk_norm else None
+        self.rotate = current_ops().rotate
         self.attention = Attention(
             AttentionSpec(
                 layer_id=layer_id,
@@ -64,10 +66,10 @@ class SelfAttention(nn.Module):
         qkv = self.qkv_proj(x).view(x.shape[0], -1, self.head_dim)
         split = self.num_heads + self.num_kv_heads
         if self.q_norm is not None and self.k_norm is not None:
-            q = rotate(self.q_norm(qkv[:, : self.num_heads]), rope)
-            k = rotate(self.k_norm(qkv[:, self.num_heads : split]), rope)
+            q = self.rotate(self.q_norm(qkv[:, : self.num_heads]), rope)
+            k = self.rotate(self.k_norm(qkv[:, self.num_heads : split]), rope)
         else:
-            qk = rotate(qkv[:, :split], rope)
+            qk = self.rotate(qkv[:, :split], rope)
             q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         out: torch.Tensor = self.o_proj(self.attention(q, k, qkv[:, split:], batch))
         return self.group.all_reduce(out)
@@ -100,8 +102,8 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rope: RopeTables, batch: ForwardBatch) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rope, batch)
-        mlp: torch.Tensor = self.mlp(self.post_attention_layernorm(x))
+        normed, x = self.post_attention_layernorm.add(x, self.self_attn(self.input_layernorm(x), rope, batch))
+        mlp: torch.Tensor = self.mlp(normed)
         return x + mlp
 
 

@@ -20,8 +20,9 @@ class Gemma3DecoderLayer(DecoderLayer):
         self.post_feedforward_layernorm = norm(config.hidden_size, eps=config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x: torch.Tensor, rope: RopeTables, batch: ForwardBatch) -> torch.Tensor:
-        x = x + self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, batch))
-        mlp: torch.Tensor = self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
+        attended = self.post_attention_layernorm(self.self_attn(self.input_layernorm(x), rope, batch))
+        normed, x = self.pre_feedforward_layernorm.add(x, attended)
+        mlp: torch.Tensor = self.post_feedforward_layernorm(self.mlp(normed))
         return x + mlp
 
 

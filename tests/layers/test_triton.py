@@ -23,8 +23,8 @@ def run(*arguments: str, timeout: float, **environment: str) -> str:
 
 
 def cases(mark: str, timeout: float) -> str:
-    pytest_arguments = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/layers/triton_cases.py", "-m", mark)
-    return run(*pytest_arguments, timeout=timeout, TRITON_INTERPRET="1")
+    files = ("tests/layers/triton_cases.py", "tests/layers/triton_op_cases.py")
+    return run("-m", "pytest", "-q", "-p", "no:cacheprovider", *files, "-m", mark, timeout=timeout, TRITON_INTERPRET="1")
 
 
 def test_kernels_equal_torch_under_the_interpreter():

@@ -11,6 +11,7 @@ from typing import Any
 
 import gpu_signatures
 import torch
+import torch.nn.functional as F
 
 SIGNATURES = gpu_signatures.recorded()
 CALLED: set[str] = set()
@@ -149,6 +150,39 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any):
     return torch.cat(results).to(own["q"].dtype)
 
 
+def _rows(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.float()
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * w).to(torch.bfloat16)
+
+
+def rmsnorm(*args: Any, **kwargs: Any):
+    own = bound("sgl_kernel.rmsnorm", *args, **kwargs)
+    return _rows(own["input"], own["weight"].float(), own["eps"])
+
+
+def gemma_rmsnorm(*args: Any, **kwargs: Any):
+    own = bound("sgl_kernel.gemma_rmsnorm", *args, **kwargs)
+    return _rows(own["input"], 1 + own["weight"].float(), own["eps"])
+
+
+def _gated(name: str, act):
+    def apply(*args: Any, **kwargs: Any):
+        own = bound(f"sgl_kernel.{name}", *args, **kwargs)
+        gate, up = own["input"].float().chunk(2, -1)
+        return (act(gate) * up).to(own["input"].dtype)
+
+    return apply
+
+
+def _product(name: str):
+    def apply(*args: Any, **kwargs: Any):
+        own = bound(f"sgl_kernel.{name}", *args, **kwargs)
+        out = own["mat_a"].float() @ own["mat_b"].float() * own["scales_a"][:, None] * own["scales_b"][None]
+        return (out if own.get("bias") is None else out + own["bias"].float()).to(own["out_dtype"])
+
+    return apply
+
+
 def install(monkeypatch: Any) -> None:
     """Put the stand-ins where imports find them."""
     flashinfer: Any = types.ModuleType("flashinfer")
@@ -158,6 +192,11 @@ def install(monkeypatch: Any) -> None:
     sgl_kernel: Any = types.ModuleType("sgl_kernel")
     sgl_kernel.flash_attn = types.ModuleType("sgl_kernel.flash_attn")
     sgl_kernel.flash_attn.flash_attn_with_kvcache = flash_attn_with_kvcache
+    sgl_kernel.rmsnorm, sgl_kernel.gemma_rmsnorm = rmsnorm, gemma_rmsnorm
+    sgl_kernel.silu_and_mul = _gated("silu_and_mul", F.silu)
+    sgl_kernel.gelu_and_mul = _gated("gelu_and_mul", F.gelu)
+    sgl_kernel.gelu_tanh_and_mul = _gated("gelu_tanh_and_mul", lambda x: F.gelu(x, approximate="tanh"))
+    sgl_kernel.int8_scaled_mm, sgl_kernel.fp8_scaled_mm = _product("int8_scaled_mm"), _product("fp8_scaled_mm")
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
     monkeypatch.setitem(sys.modules, "sgl_kernel", sgl_kernel)
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", sgl_kernel.flash_attn)

@@ -1,0 +1,92 @@
+"""Products of activations with quantised weights.
+
+Legend: M tokens, N output features, K input features, Z values that share a scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scaled_mm_kernel(
+    A,  # int8 or float8 [M, K]
+    B,  # int8 or float8 [K, N], K contiguous
+    ScaleA,  # float32 [M]
+    ScaleB,  # float32 [N]
+    Bias,  # [N], where BIAS
+    Out,  # [M, N]
+    M,
+    N,
+    K,
+    a_row,
+    b_col,
+    out_row,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """(A B) * scale_a * scale_b + bias. Grid: (blocks of M, blocks of N)."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_m, in_n = m < M, n < N
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if INTEGER else tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(A + m[:, None].to(tl.int64) * a_row + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)
+        b = tl.load(B + n[None, :].to(tl.int64) * b_col + k[:, None], mask=in_n[None, :] & (k < K)[:, None], other=0.0)
+        if INTEGER:
+            acc += tl.dot(a, b, out_dtype=tl.int32)
+        else:
+            acc = tl.dot(a, b, acc)
+    scale_a = tl.load(ScaleA + m, mask=in_m, other=0.0)
+    scale_b = tl.load(ScaleB + n, mask=in_n, other=0.0)
+    out = acc.to(tl.float32) * scale_a[:, None] * scale_b[None, :]
+    if BIAS:
+        out += tl.load(Bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at = Out + m[:, None].to(tl.int64) * out_row + n[None, :]
+    tl.store(at, out.to(Out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+@triton.jit
+def int4_mm_kernel(
+    X,  # [M, K]
+    Packed,  # uint8 [N, K / 2]; byte j of a group of Z holds value j in its low half and value j + Z / 2 in its high half
+    Scales,  # [N, K / Z]
+    Bias,
+    Out,  # [M, N]
+    M,
+    N,
+    K,
+    x_row,
+    out_row,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """x W^T + bias with W = (nibble - 8) * scale. Grid: (blocks of M, blocks of N)."""
+    HALF: tl.constexpr = GROUP // 2
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_m, in_n = m < M, n < N
+    j = tl.arange(0, HALF)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for group in range(K // GROUP):
+        x_at = X + m[:, None].to(tl.int64) * x_row + group * GROUP + j[None, :]
+        low_x = tl.load(x_at, mask=in_m[:, None], other=0.0)
+        high_x = tl.load(x_at + HALF, mask=in_m[:, None], other=0.0)
+        packed = tl.load(Packed + n[None, :].to(tl.int64) * (K // 2) + group * HALF + j[:, None], mask=in_n[None, :], other=0)
+        low = ((packed & 15).to(tl.int32) - 8).to(low_x.dtype)
+        high = ((packed >> 4).to(tl.int32) - 8).to(low_x.dtype)
+        part = tl.dot(low_x, low, input_precision="ieee")
+        part = tl.dot(high_x, high, part, input_precision="ieee")
+        scale = tl.load(Scales + n.to(tl.int64) * (K // GROUP) + group, mask=in_n, other=0.0).to(tl.float32)
+        acc += part * scale[None, :]
+    if BIAS:
+        acc += tl.load(Bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    at = Out + m[:, None].to(tl.int64) * out_row + n[None, :]
+    tl.store(at, acc.to(Out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
