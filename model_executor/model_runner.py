@@ -18,6 +18,7 @@ from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
+from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
 from .dtype import choose_dtype
 from .future_map import FutureMap
@@ -46,7 +47,7 @@ class ModelRunner:
 
     def __init__(self, config: RunnerConfig) -> None:
         """Load the model. Raises ValueError with one clear line for a config, weights or a machine that do not do."""
-        self._config = config
+        config = self._config = determined(config)
         overrides = _parse_overrides(config.json_model_override_args)
         self._model_config = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
         self._shard = Shard(self._model_config, config.ranks)
@@ -83,7 +84,7 @@ class ModelRunner:
         if self._closed:
             raise RuntimeError("the runner is closed")
         if self._shard.is_whole:
-            return self._device.submit(lambda: self._run(step))
+            return self._device.submit(lambda: in_mode(self._config, lambda: self._run(step)))
         return self._launch_part(step)
 
     def close(self) -> None:
@@ -105,6 +106,7 @@ class ModelRunner:
             dummy_weights(model, config.random_seed)
         else:
             load_weights(model, iter_weights(config.model_path, config.load_format, self._model_config, self._shard))
+        check_model(config, model)
         return model.eval()
 
     @torch.inference_mode()

@@ -111,6 +111,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     random_seed: int = 0
     json_model_override_args: str = "{}"
     logit_processors: dict[str, str] = {}  # name -> "module:Class"
+    enable_deterministic_inference: bool = False  # the bits of a result depend on its request alone
     overlap: bool = True  # False: launch runs the step before it returns
     ranks: RankSpec = SINGLE  # the part of the model that this runner computes
 

@@ -210,6 +210,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     # Kernels
     attention_backend: Annotated[str | None, Meta(description="Attention implementation, if not the best for the device")] = None
+    enable_deterministic_inference: Annotated[
+        bool,
+        Meta(
+            description="Greedy and seeded outputs are the same to the bit whatever the batch, the chunks, the cache and "
+            "retractions; slower; on device cpu"
+        ),
+    ] = False
     random_seed: Annotated[int | None, Meta(description="Seed of requests that bring none; unset: a fresh one at each start")] = (
         None
     )
@@ -371,6 +378,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             random_seed=self.random_seed or 0,
             json_model_override_args=self.json_model_override_args,
             logit_processors=json.loads(self.logit_processors),
+            enable_deterministic_inference=self.enable_deterministic_inference,
             overlap=not self.disable_overlap_schedule,
         )
         return SchedulerConfig(

@@ -40,8 +40,15 @@ def _fa3(pool: KVPool) -> AttentionBackend:
     return FlashAttention3Backend(pool)
 
 
+def _torch_invariant(pool: KVPool) -> AttentionBackend:
+    from .torch_invariant import TorchInvariantBackend
+
+    return TorchInvariantBackend(pool)
+
+
 _FACTORIES: dict[str, BackendFactory] = {
     "torch_native": _torch_native,
+    "torch_invariant": _torch_invariant,
     "cpu": _cpu,
     "triton": _triton,
     "flashinfer": _flashinfer,
