@@ -20,6 +20,7 @@ from .tool_protocol import NamedChoice
 
 GRAMMAR_FIELDS = ("response_format", "json_schema", "regex", "ebnf", "structural_tag")
 JSON_CALLS = "json"  # the parser of calls that are decoded as a JSON array
+NOT_SHOWN = "the model's chat template does not show the tools to it"
 NOT_ENFORCED = "strict is not enforced with tool_choice auto and this model's format of calls"
 
 
@@ -48,7 +49,9 @@ def plan_chat(body: ChatBody, template: ChatTemplate | None, tokenizer: Tokenize
     if choice != "none":
         plan.tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
         _plan_calls(plan, body, names["tool_call_parser"] or parser_for(template.sources() if template else ""))
+        plan.warning = None if template is None or template.shows_tools() else NOT_SHOWN
     _show_marks(plan, tokenizer)
+    _plan_strict(plan, body)
     return plan
 
 
@@ -84,10 +87,16 @@ def _plan_calls(plan: ChatPlan, body: ChatBody, parser: str | None) -> None:
             param="tools",
         )
     plan.calls = parser
-    if any(tool.strict for tool in tools) and not any(getattr(body, name) is not None for name in GRAMMAR_FIELDS):
-        tag = strict_tag(parser, plan.offered)
-        plan.grammar = {} if tag is None else {"structural_tag": tag}
-        plan.warning = NOT_ENFORCED if tag is None else None
+
+
+def _plan_strict(plan: ChatPlan, body: ChatBody) -> None:
+    """With auto, arguments follow their schema if a tool is strict and no other grammar is asked for."""
+    strict = any(tool.function.strict for tool in body.tools) and plan.calls not in (None, JSON_CALLS)
+    if not strict or plan.calls is None or any(getattr(body, name) is not None for name in GRAMMAR_FIELDS):
+        return
+    tag = None if plan.show_control_tokens else strict_tag(plan.calls, plan.offered)
+    plan.grammar = {} if tag is None else {"structural_tag": tag}
+    plan.warning = NOT_ENFORCED if tag is None else plan.warning
 
 
 def _show_marks(plan: ChatPlan, tokenizer: Tokenizer) -> None:
