@@ -253,6 +253,43 @@ def test_strict_tools_are_a_structural_tag_where_the_format_is_text(chat: Any, s
     assert "strict is not enforced" in reply.headers["warning"]
 
 
+@pytest.mark.parametrize(
+    ("parser", "pieces"),
+    [
+        ("qwen3_coder", ["<tool_call><function=wea", "ther><parameter=city>\nPa", "ris\n</parameter></function></tool_call>"]),
+        ("glm45", ["<tool_call>weather\n<arg_key>city</arg_key><arg_va", "lue>Paris</arg_value></tool_call>"]),
+        ("llama3", ['<|python_tag|>{"name": "weather", "param', 'eters": {"city": "Paris"}}']),
+        ("mistral", ["[TOOL_CA", 'LLS]weather[ARGS]{"city": "Par', 'is"}']),
+        (
+            "deepseekv3",
+            ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json", '\n{"city": "Paris"}\n```'],
+        ),
+        ("deepseekv31", ['<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Pa', 'ris"}<｜tool▁call▁end｜>']),
+        ("kimi_k2", ["<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>", '{"city": "Paris"}<|tool_call_end|>']),
+        ("gpt-oss", ["<|channel|>commentary to=functions.wea", 'ther<|message|>{"city": "Paris"}<|call|>']),
+        ("pythonic", ["[weather(city=", "'Paris')]"]),
+        ("json", ['[{"name": "weather", ', '"parameters": {"city": "Paris"}}]']),
+    ],
+)
+def test_every_format_on_the_wire(chat: Any, served: Any, parser: str, pieces: list[str]) -> None:
+    served.manager.config = msgspec.structs.replace(served.manager.config, tool_call_parser=parser)
+    served.manager.script = pieces
+    (call,) = chat(tools=[WEATHER]).choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
+    assert call.id == "functions.weather:0" if parser == "kimi_k2" else call.id.startswith("call_")
+    answer = read_stream(chat(tools=[WEATHER], stream=True))[0]
+    assert [(name, json.loads(text)) for name, text in answer["calls"]] == [("weather", {"city": "Paris"})]
+    assert (answer["content"], answer["reason"]) == ("", "tool_calls")
+
+
+def test_a_template_that_shows_no_tools_is_told(chat: Any, served: Any) -> None:
+    body = {"messages": CHAT, "tools": [NOW]}
+    assert "warning" not in served.client.post("/v1/chat/completions", json=body).headers
+    served.manager.tokenizer.chat_templates = {"default": "{{ messages[0].content }}"}
+    served.state.attach(served.manager)
+    assert "does not show the tools" in served.client.post("/v1/chat/completions", json=body).headers["warning"]
+
+
 # --- native routes ----------------------------------------------------------------------------------------------------------------
 
 
