@@ -24,6 +24,7 @@ from .io_struct import (
     FlushCacheReq,
     GenerateReq,
     InternalStateReq,
+    LastTurnsReq,
     LoadGrammarReq,
     PauseReq,
     ReleaseHoldReq,
@@ -59,8 +60,12 @@ class Control:
         *,
         clock: Callable[[], float] = time.monotonic,
         tap: Callable[[list[ToScheduler]], list[ToScheduler]] = lambda messages: messages,
+        last_turns: Callable[[], list[str]] = list,
     ) -> None:
-        """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived."""
+        """The scheduler's time starts at 0 now; ``clock`` gives seconds. tap: says what is taken in, given what has arrived.
+
+        last_turns: their records, for whoever asks.
+        """
         self.shutdown = False
         self._scheduler = scheduler
         self._inbox = inbox
@@ -86,6 +91,7 @@ class Control:
             PauseReq: self._quiesce.pause,
             ContinueReq: self._quiesce.resume,
             InternalStateReq: self._internal_state,
+            LastTurnsReq: lambda message: reply(ControlReply(call_id=message.call_id, state={"turns": last_turns()})),
             CacheReportReq: cache.report,
             ExplainCacheReq: cache.explain,
             ShutdownReq: self._shutdown,

@@ -98,6 +98,17 @@ class DecisionFile(TurnSink):
                 self._file.close()
 
 
+def last_turns(subject: Subject, turns: Iterable[Turn]) -> list[str]:
+    """The lines of a record of these turns."""
+    turns, disguise = list(turns), subject.disguise()
+    header = subject.header(disguise, first_turn=turns[0].number if turns else 0)
+    return [line.decode() for line in _lines(header, turns, disguise)]
+
+
+def _lines(header: Header, turns: list[Turn], disguise: Disguise) -> list[bytes]:
+    return [msgspec.json.encode(item) for item in (header, *(turn.record(disguise) for turn in turns))]
+
+
 def write_crash(folder: str, subject: Subject, turns: Iterable[Turn], error: BaseException) -> Path | None:
     """Write the last turns before ``error`` to banyan-crash-<pid>.jsonl in ``folder``; its path, None if that failed too."""
     turns = list(turns)
@@ -106,7 +117,7 @@ def write_crash(folder: str, subject: Subject, turns: Iterable[Turn], error: Bas
     header = subject.header(
         disguise, first_turn=turns[0].number if turns else 0, crash=_described(error, full=subject.config.record_prompts)
     )
-    lines = [msgspec.json.encode(item) for item in (header, *(turn.record(disguise) for turn in turns))]
+    lines = _lines(header, turns, disguise)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

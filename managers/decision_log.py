@@ -27,6 +27,7 @@ from .io_struct import (
     DropGrammarReq,
     ExplainCacheReq,
     GenerateReq,
+    LastTurnsReq,
     LoadGrammarReq,
     LogprobParams,
     ReleaseHoldReq,
@@ -43,7 +44,7 @@ from .scheduler import Scheduler
 FORMAT = 1
 RING_TURNS = 200
 STOP_STRING = "stop_string"  # kind of a finish by one of the request's stop strings
-QUESTIONS = (CacheReportReq, ExplainCacheReq)  # change nothing, so they are not recorded
+QUESTIONS = (CacheReportReq, ExplainCacheReq, LastTurnsReq)  # change nothing, so they are not recorded
 
 
 class BatchRecord(msgspec.Struct, omit_defaults=True, kw_only=True):

@@ -182,6 +182,12 @@ class InternalStateReq(Message):
     call_id: int
 
 
+class LastTurnsReq(Message):
+    """Ask for the records of the loop's last turns, as a crash dump has them: ``turns`` of the reply's state."""
+
+    call_id: int
+
+
 class CacheReportReq(Message):
     """Ask what the prefix cache holds: sizes, counters and its k hottest prefixes."""
 
@@ -311,6 +317,7 @@ ToScheduler = (
     | PauseReq
     | ContinueReq
     | InternalStateReq
+    | LastTurnsReq
     | CacheReportReq
     | ExplainCacheReq
     | ShutdownReq

@@ -24,7 +24,7 @@ from .config import SchedulerConfig, SchedulerInfo
 from .constraint import GrammarStore
 from .control import Control
 from .deadlines import Timers
-from .decision_file import DecisionFile, NoFile, Subject, write_crash
+from .decision_file import DecisionFile, NoFile, Subject, last_turns, write_crash
 from .decision_log import Recorder
 from .event_loop import EventLoop, make_loop
 from .faults import Faults
@@ -95,7 +95,11 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
         None if config.disable_jump_forward else lambda: _jumper(tokenizer),
     )
     reply = group.sender(config.ipc.tokenizer)
-    control = Control(scheduler, group.inbox, reply, tokenizer, config, tap=recorder.take)
+    control = Control(
+        *(scheduler, group.inbox, reply, tokenizer, config),
+        tap=recorder.take,
+        last_turns=lambda: last_turns(subject, recorder.ring),
+    )
     loop: EventLoop = make_loop(recorder, control.receive, overlap=info.overlap, stages=info.model.stages)
     pulse = Pulse(scheduler)
     reporter = Reporter(scheduler, reply)

@@ -33,6 +33,7 @@ from .io_struct import (
     GenerateReq,
     Heartbeat,
     InternalStateReq,
+    LastTurnsReq,
     PauseReq,
     TextOutput,
     Timings,
@@ -227,6 +228,12 @@ class TokenizerManager:
         """The scheduler's state. Waits while a forward pass keeps the scheduler busy."""
         self._check_alive()
         return (await self._calls.call(lambda call_id: InternalStateReq(call_id=call_id))).state
+
+    async def last_turns(self) -> list[str]:
+        """Records of the scheduler's last turns, as a crash dump has them, a line each."""
+        self._check_alive()
+        turns: list[str] = (await self._calls.call(lambda call_id: LastTurnsReq(call_id=call_id))).state["turns"]
+        return turns
 
     async def radix_cache(self, k: int = 10) -> dict[str, Any]:
         """What the prefix cache holds: sizes in tokens, counters, and its k hottest prefixes with the text of their ends."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from ..managers.errors import BanyanError, EngineDeadError, StartError
 from ..version import __version__
+from .cli_tools import add_commands
 from .server_args import ServerArgs, add_arguments
 
 LOG_FORMAT = "[%(asctime)s] %(message)s"
@@ -40,7 +41,7 @@ def _fail(error: Exception) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = argparse.ArgumentParser(prog="banyan", description="A serving engine for language models.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="{serve,fetch,build-kernels,replay,version}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description="Serve a model over HTTP.")
     serve.set_defaults(run=_serve)
@@ -71,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     replay.set_defaults(run=_replay)
     replay.add_argument("file", help="the recorded file, or a crash dump that goes back to the start")
+
+    add_commands(commands, make_parser)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from starlette.routing import BaseRoute
 
 from ..managers.errors import StartError
 from ..version import __version__
@@ -22,6 +21,7 @@ from . import (
     metrics,
     native_api,
     openapi,
+    ops_api,
     parse_api,
     score_api,
     session_api,
@@ -33,6 +33,7 @@ from .head_limit import HeadLimitProtocol
 from .http_metrics import HttpMetrics
 from .openai import routes
 from .overload_gate import OverloadGate
+from .routes import ROUTES
 from .server_args import ServerArgs
 from .server_state import ServerState
 
@@ -50,17 +51,13 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(Door, api_key=state.args.api_key, admin_api_key=state.args.admin_api_key)
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    for api in (native_api, session_api, cache_api, template_api, tokens_api, parse_api, score_api, loads_api, routes):
+    for api in (native_api, session_api, cache_api, template_api, tokens_api, parse_api, score_api, loads_api, ops_api, routes):
         api.install(app)
     if state.args.enable_metrics:
         metrics.install(app, state)
     openapi.install(app)
-    app.add_middleware(HttpMetrics, counts=state.http_counts, routes=frozenset(path for path in map(_path, app.routes) if path))
+    app.add_middleware(HttpMetrics, counts=state.http_counts, routes=frozenset(ROUTES))
     return app
-
-
-def _path(route: BaseRoute) -> str:
-    return getattr(route, "path", "")
 
 
 def bind(host: str, port: int) -> socket.socket:

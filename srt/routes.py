@@ -15,7 +15,7 @@ class Access(Enum):
 
 
 def _table() -> dict[str, Access]:
-    public = ("/health", "/health_generate", "/livez", "/metrics", "/readyz")
+    public = ("/health", "/health_generate", "/livez", "/metrics", "/readyz", "/startupz")
     api = (
         "/",
         "/docs",
@@ -47,6 +47,8 @@ def _table() -> dict[str, Access]:
     admin = (
         "/abort_request",
         "/continue_generation",
+        "/drain",
+        "/dump",
         "/flush_cache",
         "/pause_generation",
         "/radix_cache",

@@ -117,6 +117,7 @@ class _Life:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
         stacks.install(launched.ipc.directory, "main")
+        self._state.processes = launched.group.pids_by_name
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
         self._state.attach(tm)
         tm.start_loop()
@@ -154,7 +155,7 @@ class _Life:
             log.info("%s while starting", name)
             _leave(0)
         log.info("%s: draining, at most %d s", name, DRAIN_SECONDS)
-        self._state.tm.draining = True
+        self._state.leaving = self._state.tm.draining = True
         self._draining = asyncio.ensure_future(self._drain(self._state.tm))
 
     async def _drain(self, tm: TokenizerManager) -> None:

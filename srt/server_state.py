@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
+from ..managers.request_gate import QUEUE_FULL_MESSAGE
 from .http_metrics import HttpCounts
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ class ServerState:
         self.created = int(time.time())
         self.startup_time: float | None = None
         self.http_counts = HttpCounts()
+        self.leaving = False  # a signal came: there is no way back from draining
+        self.processes: Callable[[], dict[str, int]] | None = None  # pids of the children by name
         self._begin = time.monotonic()
         self._warm = False
 
@@ -50,6 +54,8 @@ class ServerState:
         if self.tm is None or self.phase != "ready":
             return self.phase
         health = self.tm.health()
+        if health.ready and self.tm.is_full:
+            return QUEUE_FULL_MESSAGE
         return None if health.ready else health.reason
 
     def engine(self) -> TokenizerManager:

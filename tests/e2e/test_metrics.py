@@ -12,6 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server import Server, oracle_folder, running, until
 
+from banyan.srt import cli
+
 TABLE = {
     *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage", "sglang:gen_throughput", "sglang:cache_hit_rate"),
     *("sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:cached_tokens_total", "sglang:num_requests_total"),
@@ -146,3 +148,22 @@ def test_the_scheduler_logs_its_batches_in_the_known_form(server: Server) -> Non
     until(lambda: "Decode batch, #running-req: 1, #token: " in server.text())
     assert ", #pending-token: 0, cuda graph: False, input throughput (token/s): " in server.text()
     assert ", cuda graph: False, gen throughput (token/s): " in server.text()
+
+
+def test_top_dump_and_drain_of_a_running_server(server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["top", "--once", "--url", server.url]) == 0
+    assert "TTFT" in capsys.readouterr().out
+    server.generate(text="a secret", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    assert cli.main(["dump", "--url", server.url, "--output", str(tmp_path / "dump")]) == 0
+    found = {path.name: path.read_text() for path in (tmp_path / "dump").iterdir()}
+    assert {"stacks-main.txt", "stacks-scheduler.txt", "stacks-detokenizer.txt", "state.json", "turns.jsonl"} <= set(found)
+    assert "event_loop.py" in found["stacks-scheduler.txt"]
+    assert "secret" not in "".join(found.values())
+    assert json.loads(found["turns.jsonl"].splitlines()[-1])["turn"] > 0
+    assert server.http.get("/startupz").status_code == 200
+    assert server.http.post("/drain").json() == {"status": "drained", "num_live": 0}
+    assert server.http.get("/readyz").json() == {"status": "draining", "reason": "draining"}
+    assert server.post({"text": "a"}).status_code == 503
+    assert server.http.post("/drain?timeout=-1").status_code == 400
+    assert server.http.delete("/drain").json() == {"status": "ready", "num_live": 0}
+    assert server.http.get("/readyz").status_code == 200
