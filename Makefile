@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -q --maxfail 10
 FLOORS := lang srt managers model_executor layers mem_cache
 STAMP := $(VENV)/.installed
 
-.PHONY: dev serve check test test-g1 test-g2 nightly bench
+.PHONY: dev serve check test test-g1 test-g2 nightly bench soak chaos
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -40,6 +40,14 @@ test: check test-g1 test-g2
 # Proofs that take minutes each
 nightly: $(STAMP)
 	$(PYTEST) tests -m 'nightly and not gpu'
+
+# 20 minutes of mixed load over the token oracle, and everything that can fail, failing
+MINUTES ?= 20
+soak: $(STAMP)
+	$(BIN)/python benchmarks/soak.py --minutes $(MINUTES)
+
+chaos: $(STAMP)
+	$(BIN)/python benchmarks/chaos.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_step.py

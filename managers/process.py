@@ -40,7 +40,7 @@ EXIT_ORPHAN = 3
 Main = Callable[[Any, Reports], None]
 
 
-def run_child(name: str, load_main: Callable[[], Main], config_type: type[msgspec.Struct], report_fd: int) -> NoReturn:
+def run_child(load_main: Callable[[], Main], config_type: type[msgspec.Struct], report_fd: int) -> NoReturn:
     """Run a child's main function and exit: 0 when it returned, 1 with a report when it raised.
 
     load_main imports late, so that an import error is reported too. Ctrl-C reaches the whole process group of a terminal, but only
@@ -54,7 +54,7 @@ def run_child(name: str, load_main: Callable[[], Main], config_type: type[msgspe
     try:
         config: Any = msgspec.json.decode(sys.stdin.buffer.readline(), type=config_type)
         _watch_parent(sys.stdin.buffer, config)
-        stacks.install(config.ipc.directory, name)
+        stacks.install(config.ipc.directory)
         _set_up_log(config)
         load_main()(config, reports)
     except BaseException as error:
@@ -101,7 +101,7 @@ def main() -> NoReturn:
         loaded: Main = getattr(import_module(f"banyan.managers.{module}"), function)
         return loaded
 
-    run_child(options.name, load_main, config_type, options.report_fd)
+    run_child(load_main, config_type, options.report_fd)
 
 
 if __name__ == "__main__":

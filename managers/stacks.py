@@ -17,32 +17,33 @@ WAIT = 2.0  # seconds that a process gets to write
 SETTLED = 0.1  # seconds without growth after which a file is complete
 
 
-def install(directory: str, name: str) -> None:
+def install(directory: str) -> None:
     """Write the stacks of this process to a file in the engine's private directory whenever the signal comes."""
-    file = open(path_of(directory, name), "a", encoding="utf-8")  # noqa: SIM115  open as long as the process
+    file = open(path_of(directory, os.getpid()), "a", encoding="utf-8")  # noqa: SIM115  open as long as the process
     faulthandler.register(SIGNAL, file=file, all_threads=True)
 
 
-def path_of(directory: str, name: str) -> Path:
-    """The file of the process ``name``."""
-    return Path(directory) / f"stacks-{name}"
+def path_of(directory: str, pid: int) -> Path:
+    """The file of a process."""
+    return Path(directory) / f"stacks-{pid}"
 
 
 def collect(directory: str, pids: Mapping[str, int]) -> dict[str, str]:
     """The stacks of the processes by name; what a process did not write in time is empty. Blocks for at most WAIT seconds."""
-    starts = {name: _size(path_of(directory, name)) for name in pids}
+    paths = {name: path_of(directory, pid) for name, pid in pids.items()}
+    starts = {name: _size(path) for name, path in paths.items()}
     for name, pid in pids.items():
-        if path_of(directory, name).exists():  # without a handler the signal would end it
+        if paths[name].exists():  # without a handler the signal would end it
             os.kill(pid, SIGNAL)
     deadline = time.monotonic() + WAIT
     sizes: dict[str, int] = {}
     while time.monotonic() < deadline:
         time.sleep(SETTLED)
-        now = {name: _size(path_of(directory, name)) for name in pids}
-        if now == sizes and all(now[name] > starts[name] for name in pids):
+        now = {name: _size(path) for name, path in paths.items()}
+        if now == sizes and all(now[name] > starts[name] for name in paths):
             break
         sizes = now
-    return {name: _read(path_of(directory, name), start) for name, start in starts.items()}
+    return {name: _read(path, starts[name]) for name, path in paths.items()}
 
 
 def _size(path: Path) -> int:

@@ -116,7 +116,7 @@ class _Life:
     async def _start(self) -> None:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
-        stacks.install(launched.ipc.directory, "main")
+        stacks.install(launched.ipc.directory)
         self._state.processes = launched.group.pids_by_name
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
         self._state.attach(tm)

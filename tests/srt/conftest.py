@@ -17,6 +17,7 @@ from banyan.managers.generation import GenerateInput, Generation, Output
 from banyan.managers.health import Health
 from banyan.managers.io_struct import ControlReply, FinishReason
 from banyan.managers.ipc import IpcNames
+from banyan.managers.request_stats import RequestStats
 from banyan.managers.request_validator import RequestPlan, RequestValidator
 from banyan.managers.sessions import OpenSession, SessionController
 from banyan.srt.http_server import bind, create_app, make_server
@@ -88,6 +89,14 @@ class FakeManager:
         self.flush_timeouts: list[float] = []
         self.health_now: dict[str, Any] = {"alive": True, "ready": True, "reason": ""}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.stats = RequestStats()
+        self.num_live = 0
+
+    async def wait_idle(self, timeout: float) -> bool:
+        return True
+
+    async def last_turns(self) -> list[str]:
+        return []
 
     async def start(self, request: GenerateInput) -> Generation:
         plan = self.validator.plan(request)

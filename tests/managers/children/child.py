@@ -68,5 +68,5 @@ if __name__ == "__main__":
     parser.add_argument("--report-fd", type=int, required=True)
     if "import_error" in sys.argv:
         sys.argv.remove("import_error")
-        run_child("child", lambda: __import__("no_such_module").main, ChildConfig, parser.parse_args().report_fd)
-    run_child("child", lambda: run, ChildConfig, parser.parse_args().report_fd)
+        run_child(lambda: __import__("no_such_module").main, ChildConfig, parser.parse_args().report_fd)
+    run_child(lambda: run, ChildConfig, parser.parse_args().report_fd)
