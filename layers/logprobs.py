@@ -12,6 +12,7 @@ import torch
 from .logprob_input import LOGPROB_FLOOR, LogprobRequest
 from .sampler import GREEDY_EPS
 from .sampling_input import SamplingInput
+from .upload import upload
 
 CHUNK_FLOATS = 1 << 24  # logits that exist at once for positions of prompts
 
@@ -35,7 +36,7 @@ class LogprobReader:
         for request in requests:
             if request.targets is None:
                 continue
-            targets = torch.from_numpy(request.targets).to(hidden_TH.device)
+            targets = upload(request.targets, hidden_TH.device)
             parts = []
             for start in range(0, len(targets), step):
                 own = targets[start : start + step]
@@ -73,5 +74,5 @@ def _read(logprobs_KV: torch.Tensor, targets_K: torch.Tensor, request: LogprobRe
     logprobs_KV = logprobs_KV.nan_to_num(nan=LOGPROB_FLOOR, neginf=LOGPROB_FLOOR).clamp(min=LOGPROB_FLOOR)
     values = logprobs_KV.gather(1, targets_K[:, None])[:, 0]
     top_values, top_ids = logprobs_KV.topk(request.top_num, dim=-1)
-    named = torch.from_numpy(request.token_ids).to(logprobs_KV.device)
+    named = upload(request.token_ids, logprobs_KV.device)
     return values, top_values, top_ids.int(), logprobs_KV.index_select(1, named)

@@ -12,29 +12,31 @@ Legend: S rows, V vocabulary, C candidates of a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .attention.pages import upload
-from .kernels.ops import Draw
 from .rng import uniforms
 from .sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
 from .token_mask import apply_mask
+from .upload import upload
 
 NUM_CANDIDATES = 1024
 GREEDY_EPS = 1e-6  # temperatures below are greedy
 _UNDECIDED = -3
 
+DrawIds = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits [S, V], greedy ids [S]) -> ids [S]
+
 
 def sample(
-    logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: int = NUM_CANDIDATES, draw: Draw | None = None
+    logits_SV: torch.Tensor, sampling: SamplingInput, *, num_candidates: int = NUM_CANDIDATES, draw: DrawIds | None = None
 ) -> torch.Tensor:
     """int64 [S]: the id that each row samples, FAILED where its logits hold NaN or +inf, NO_CHOICE where all are -inf.
 
-    logits is float32 and may be modified. draw: a kernel that samples without the host. num_candidates is for tests: it changes
-    the cost, never the result.
+    logits is float32 and may be modified. draw: a kernel that does without the host. num_candidates is for tests: it
+    changes the cost, never the result.
     """
     ban(logits_SV, sampling)
     if sampling.allowed is not None:
@@ -46,7 +48,7 @@ def sample(
     if greedy.all():
         return result
     if draw is not None:
-        drawn = draw(logits_SV, best[:, 0], upload(draw_params(sampling), logits_SV.device))
+        drawn = draw(logits_SV, best[:, 0])
         return torch.where(torch.isfinite(top[:, 0]), drawn, result)
     drawing = torch.from_numpy(np.flatnonzero(~greedy)).to(logits_SV.device)
     drawing = drawing[result.index_select(0, drawing) >= 0]

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from .late_mask import LateMask
+from .upload import upload
 
 # What to add to the logits of 8 tokens, by the byte of the mask that stands for them: 0 or -inf, [256, 8]. Adding rows of a table
 # is ten times as fast as filling by a mask of bools.
@@ -29,8 +30,7 @@ def apply_mask(logits_SV: torch.Tensor, mask: LateMask) -> None:
             bias = np.take(_BIAS, own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
             logits_SV[row].add_(torch.from_numpy(bias))
         return
-    rows = torch.from_numpy(mask.rows.astype(np.int64)).to(logits_SV.device)
-    words = torch.from_numpy(bits).to(logits_SV.device)
+    rows, words = upload(mask.rows.astype(np.int64), logits_SV.device), upload(bits, logits_SV.device)
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
     logits_SV.index_copy_(0, rows, logits_SV.index_select(0, rows).masked_fill_(~allowed, float("-inf")))

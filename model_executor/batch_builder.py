@@ -2,56 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 
 from ..layers.forward_batch import ForwardBatch
+from ..layers.sampler import draw_params
 from .device import Device
 from .future_map import FutureMap
 from .step import StepInput
 
+Extras = tuple[torch.Tensor, torch.Tensor | None]  # rows that sample, int64 [S]; parameters of their draws for a kernel, or None
+
 
 class BatchBuilder:
-    """Builds the batches of one runner. The table is read when a step is built: on CPU in place, else its rows are copied."""
+    """Builds the batches of one runner. The table is read when a step is built: on CPU in place, else its changed cells are copied.
 
-    def __init__(self, device: Device, req_to_token: np.ndarray, future_map: FutureMap) -> None:
+    All arrays of a step cross to the device in one copy.
+    """
+
+    def __init__(self, device: Device, req_to_token: np.ndarray, future_map: FutureMap, *, kernel_draws: bool = False) -> None:
         self._device = device
         self._host_table = req_to_token
         self._future_map = future_map
+        self._kernel_draws = kernel_draws
         self._on_cpu = device.device.type == "cpu"
-        self._table = torch.from_numpy(req_to_token)
+        self.table = torch.from_numpy(req_to_token)
         if not self._on_cpu:
-            self._table = torch.zeros(req_to_token.shape, dtype=torch.int32, device=device.device)
+            self.table = torch.zeros(req_to_token.shape, dtype=torch.int32, device=device.device)
+        self._sent = np.zeros_like(req_to_token) if not self._on_cpu else req_to_token  # what the device's table holds
 
-    def build(self, step: StepInput) -> ForwardBatch:
-        upload: Callable[[np.ndarray], torch.Tensor] = self._device.upload
+    def build(self, step: StepInput) -> tuple[ForwardBatch, Extras]:
+        """The batch, and what sampling needs besides."""
         seq_lens, extend_lens = step.seq_lens.astype(np.int64), step.extend_lens.astype(np.int64)
         prefix_lens = seq_lens - extend_lens
         ends = np.cumsum(extend_lens)
         positions = np.arange(len(step.input_ids)) + np.repeat(seq_lens - ends, extend_lens)
-        input_ids = upload(step.input_ids.astype(np.int64))
+        rows = step.rows.astype(np.int64)
+        arrays = [step.input_ids.astype(np.int64), positions, rows, seq_lens, extend_lens, prefix_lens]
+        arrays += [step.out_cache_loc.astype(np.int64), ends[step.sample_index] - 1, rows[step.sample_index]]
+        if self._kernel_draws:
+            arrays.append(draw_params(step.sampling))
+        num_batch = len(arrays)
+        if not self._on_cpu:
+            arrays += changed_cells(self._host_table, self._sent, step.rows, int(seq_lens.max(initial=0)))
+        tensors = self._device.upload_all(arrays)
+        if not self._on_cpu:
+            cells, slots = tensors[num_batch:]
+            self.table.view(-1).index_copy_(0, cells, slots)
+        input_ids = tensors[0]
         if (step.input_ids < 0).any():
             input_ids = self._future_map.resolve(input_ids)
-        if not self._on_cpu:
-            self._copy_rows(step.rows, int(seq_lens.max(initial=0)))
-        return ForwardBatch(
+        batch = ForwardBatch(
             input_ids=input_ids,
-            positions=upload(positions),
-            rows=upload(step.rows.astype(np.int64)),
-            seq_lens=upload(seq_lens),
-            extend_lens=upload(extend_lens),
-            prefix_lens=upload(prefix_lens),
-            out_cache_loc=upload(step.out_cache_loc.astype(np.int64)),
-            req_to_token=self._table,
-            sample_tokens=upload(ends[step.sample_index] - 1),
+            positions=tensors[1],
+            rows=tensors[2],
+            seq_lens=tensors[3],
+            extend_lens=tensors[4],
+            prefix_lens=tensors[5],
+            out_cache_loc=tensors[6],
+            req_to_token=self.table,
+            sample_tokens=tensors[7],
             seq_lens_host=seq_lens,
             extend_lens_host=extend_lens,
             prefix_lens_host=prefix_lens,
         )
+        return batch, (tensors[8], tensors[9] if self._kernel_draws else None)
 
-    def _copy_rows(self, rows: np.ndarray, width: int) -> None:
-        """The cells of the step's rows in one copy. Whole prefixes: the cache may have replaced slots of earlier tokens."""
-        cells = self._device.upload(self._host_table[rows, :width])
-        self._table[self._device.upload(rows.astype(np.int64)), :width] = cells
+
+def changed_cells(table: np.ndarray, sent: np.ndarray, rows: np.ndarray, width: int) -> list[np.ndarray]:
+    """Flat indices int64 and values int32 of the rows' first cells that differ from what was sent, which they become.
+
+    Whole prefixes are compared: the cache may have replaced slots of earlier tokens.
+    """
+    own = table[rows, :width]
+    at, column = np.nonzero(own != sent[rows, :width])
+    values = own[at, column]
+    row = rows[at]
+    sent[row, column] = values
+    return [row.astype(np.int64) * table.shape[1] + column, values]

@@ -1,4 +1,4 @@
-"""Where forward steps run, in order: a worker thread on CPU (or the caller's thread), a stream on CUDA."""
+"""Where forward steps run, in order: a worker thread on CPU (or the caller's thread), streams on CUDA."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from .step import SINGLE, RankSpec, StepHandle, StepOutput, timed_step
-from .worker import Handle, InlineWorker, ThreadWorker, Worker
+from .step import SINGLE, RankSpec, StepHandle, timed_step
+from .worker import InlineWorker, ThreadWorker, Worker
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -32,6 +32,9 @@ class Device(Protocol):
 
     def upload(self, array: np.ndarray) -> torch.Tensor:
         """The array on the device; on CPU the same memory. Called within a step only."""
+
+    def upload_all(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        """Several arrays, in one copy."""
 
     def close(self) -> None:
         """Finish what was submitted and stop. Idempotent."""
@@ -53,6 +56,8 @@ def create_device(name: str, *, overlap: bool, ranks: RankSpec = SINGLE) -> Devi
         if ranks.local_size > torch.cuda.device_count():
             raise ValueError(f"{ranks.local_size} ranks need as many CUDA devices, but torch finds {torch.cuda.device_count()}")
         torch.cuda.set_device(ranks.local_rank if ranks.local_size > 1 else torch.cuda.current_device())
+        from .cuda_device import CudaDevice
+
         return CudaDevice(why)
     return CpuDevice(why, overlap=overlap, sharers=ranks.local_size)
 
@@ -77,58 +82,11 @@ class CpuDevice:
     def upload(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
 
+    def upload_all(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
     def close(self) -> None:
         self._worker.close()
-
-
-class CudaDevice:
-    """One stream. The host enqueues a step on the thread that calls submit and waits for an event."""
-
-    def __init__(self, why: str) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device())
-        self.explain = {"device": f"{torch.cuda.get_device_name(self.device)} ({why})"}
-        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-
-    def run(self, call: Callable[[], T]) -> T:
-        with torch.cuda.stream(self._stream):
-            value = call()
-        self._stream.synchronize()
-        return value
-
-    def submit(self, call: Callable[[], Sequence[torch.Tensor]]) -> StepHandle:
-        handle: Handle[StepOutput] = Handle()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            begin.record(self._stream)
-            handle.run(lambda: StepOutput.of([_download(tensor).numpy() for tensor in call()]))
-            end.record(self._stream)
-        return _CudaStepHandle(handle, begin, end)
-
-    def upload(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
-
-    def close(self) -> None:
-        self._stream.synchronize()
-
-
-class _CudaStepHandle:
-    def __init__(self, handle: Handle[StepOutput], begin: torch.cuda.Event, end: torch.cuda.Event) -> None:
-        self._handle, self._begin, self._end = handle, begin, end
-
-    def done(self) -> bool:
-        return bool(self._end.query())  # type: ignore[no-untyped-call]
-
-    def wait(self) -> StepOutput:
-        self._end.synchronize()
-        output = self._handle.wait()
-        output.elapsed = self._begin.elapsed_time(self._end) / 1e3
-        return output
-
-
-def _download(tensor: torch.Tensor) -> torch.Tensor:
-    """A pinned copy, complete once the stream has passed this point."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _set_threads(num_threads: int) -> None:

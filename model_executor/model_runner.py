@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from ..layers.attention.attention import bind_attention
 from ..layers.attention.base import AttentionBackend
 from ..layers.attention.registry import attention_backend
 from ..layers.forward_batch import ForwardBatch
+from ..layers.kernels.ops import ops_of
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
 from ..layers.logprobs import LogprobReader
@@ -56,6 +58,7 @@ class ModelRunner:
         self._cache: _Cache | None = None
         self._closed = False
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
+        self._draw = ops_of(self._device.device.type).draw
         try:
             self._dtype, dtype_why = choose_dtype(config.dtype, self._model_config.torch_dtype, self._device.device)
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
@@ -125,14 +128,15 @@ class ModelRunner:
         backend = self._make_backend(pool)
         bind_attention(self._loaded_model(), backend)
         edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
-        return _Cache(BatchBuilder(self._device, req_to_token, future_map), backend, future_map, edits)
+        builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._draw is not None)
+        return _Cache(builder, backend, future_map, edits)
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> list[torch.Tensor]:
         """Ids that the step samples, int64 [S], and what log-probabilities it is asked for."""
         cache = self._require_cache()
         cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
-        batch = cache.builder.build(step)
+        batch, (sample_rows, draws) = cache.builder.build(step)
         hidden = self._forward(batch)
         model, reader = self._loaded_model(), LogprobReader()
         reader.read_prompts(step.prompt_logprobs, hidden, model.logits, self._model_config.vocab_size)
@@ -142,13 +146,18 @@ class ModelRunner:
         if step.sampled_logprobs:
             ban(logits, step.sampling)
         logprobs = reader.prepare(step.sampled_logprobs, logits, step.sampling)
-        next_ids = self._ranks.tp.broadcast(sample(logits, step.sampling))  # the first rank's word counts
+        next_ids = self._ranks.tp.broadcast(self._sample(logits, step, draws))  # the first rank's word counts
         reader.read_sampled(step.sampled_logprobs, logprobs, next_ids)
         cache.edits.push(rows, next_ids)
-        cache.future_map.publish(self._device.upload(rows.astype(np.int64)), next_ids)
+        cache.future_map.publish(sample_rows, next_ids)
         if self._config.ranks.pp_size > 1:
             self._ranks.send_result(next_ids)
         return [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
+
+    def _sample(self, logits: torch.Tensor, step: StepInput, draws: torch.Tensor | None) -> torch.Tensor:
+        if self._draw is None or draws is None:
+            return sample(logits, step.sampling)
+        return sample(logits, step.sampling, draw=partial(self._draw, params_5S=draws))
 
     def _launch_part(self, step: StepInput) -> StepHandle:
         """A step of which this rank computes a part. What all ranks refuse alike fails the step, anything else the rank."""
@@ -168,7 +177,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_stage(self, step: StepInput, box: ResultBox) -> list[torch.Tensor]:
         """The layers of a stage before the last; what is sampled comes back later."""
-        self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)))
+        self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)[0]))
         box.receipt = self._ranks.receive_result(len(step.sample_index))
         return [torch.empty(0, dtype=torch.int64)]
 

@@ -9,8 +9,9 @@ import torch
 
 from ...mem_cache.kv_pool import KVPool
 from ..forward_batch import ForwardBatch
+from ..upload import upload
 from .base import AttentionSpec
-from .pages import indptr_of, page_table, upload
+from .pages import indptr_of, page_table
 
 VERSION = 3  # of FlashAttention
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..forward_batch import ForwardBatch
+from ..upload import upload
 
 
 @dataclass(slots=True)
@@ -48,9 +49,3 @@ def page_table(batch: ForwardBatch, num_pages: int, page_size: int) -> torch.Ten
 def indptr_of(lens: np.ndarray) -> torch.Tensor:
     """int32 [B + 1] on the host: 0 and the running sums."""
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lens)]).astype(np.int32))
-
-
-def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array on the device, without waiting for it."""
-    host = torch.from_numpy(array)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -20,7 +20,7 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torc
 Gated = Callable[[torch.Tensor], torch.Tensor]
 Rotate = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 ScaledMM = Callable[..., torch.Tensor]
-Draw = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Draw = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class FusedOps:
     int8_mm: ScaledMM  # (a int8 [M, K], b int8 [K, N] with K contiguous, scale_a [M], scale_b [N], out_dtype, bias=None)
     fp8_mm: ScaledMM  # the same in float8_e4m3fn
     int4_mm: ScaledMM  # (x [M, K], packed uint8 [N, K / 2], scales [N, K / group], group=, bias=None), see pack_int4
-    draw: Draw | None  # (logits [S, V], best int64 [S], params float64 [5, S]) -> ids, without the host; None: layers/sampler.py's
+    draw: Draw | None  # (logits [S, V], best int64 [S], params_5S=float64) -> ids, without the host; None: layers/sampler.py's
 
 
 def current_ops() -> FusedOps:

@@ -10,7 +10,7 @@ import torch
 
 from banyan.layers.kernels import ops
 from banyan.layers.kernels.triton import launch
-from banyan.layers.sampler import sample
+from banyan.layers.sampler import draw_params, sample
 from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -23,6 +23,10 @@ NEAR = {"atol": 2e-5, "rtol": 2e-5}
 
 def near(dtype: torch.dtype) -> dict[str, float]:
     return NEAR if dtype is torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
+
+
+def drawing(sampling: SamplingInput):
+    return lambda logits, best: launch.sample(logits, best, torch.from_numpy(draw_params(sampling)))
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -115,7 +119,7 @@ def check_draws(
             np.full(len(mixes), 5, np.int64),
         )
         expected = sample(logits.clone(), sampling)
-        got = sample(logits.clone(), sampling, draw=launch.sample)
+        got = sample(logits.clone(), sampling, draw=drawing(sampling))
         assert got.tolist() == expected.tolist()
 
 
@@ -135,4 +139,4 @@ def test_rows_that_cannot_be_sampled(monkeypatch):
     logits[0, 4], logits[1, :] = float("nan"), float("-inf")
     params = [np.full(3, value) for value in (np.float32(1.0), np.float32(0.9), np.int32(10), np.float32(0.1), 5, 6)]
     sampling = SamplingInput(*params)
-    assert sample(logits.clone(), sampling, draw=launch.sample).tolist() == sample(logits.clone(), sampling).tolist()
+    assert sample(logits.clone(), sampling, draw=drawing(sampling)).tolist() == sample(logits.clone(), sampling).tolist()
