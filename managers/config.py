@@ -5,10 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from ..model_executor.step import ModelInfo, RunnerConfig
+from .errors import StartError
 from .ipc import IpcNames
 
+TOKEN_MIN = 16  # characters
+
 __all__ = [
+    "ControllerConfig",
     "DetokenizerConfig",
+    "Layout",
     "ModelInfo",
     "RankLinks",
     "RunnerConfig",
@@ -28,6 +33,49 @@ class RankLinks(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False  # compare every decision
 
 
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks of one model are laid out over machines. timeout: seconds of silence after which a rank counts as lost."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    nnodes: int = 1
+    node_rank: int = 0
+    address: str = ""  # host:port of the first machine; the two ports after it are used too
+    token: str = ""
+    timeout: float = 20.0
+    check: bool = False
+    replica: int = 0
+    num_replicas: int = 1  # on this machine
+
+    @property
+    def world_size(self) -> int:
+        return self.tp_size * self.pp_size
+
+    @property
+    def ranks(self) -> range:
+        """Those of this machine."""
+        size = self.world_size // self.nnodes
+        return range(self.node_rank * size, (self.node_rank + 1) * size)
+
+    def check_sizes(self) -> None:
+        """Raises StartError for what cannot be laid out."""
+        if self.nnodes == 1:
+            return
+        if self.world_size % self.nnodes:
+            raise StartError(
+                f"--nnodes: {self.world_size} ranks (--tp-size x --pp-size) do not divide among {self.nnodes} machines."
+            )
+        if self.node_rank >= self.nnodes:
+            raise StartError(f"--node-rank must be below --nnodes {self.nnodes}, got {self.node_rank}.")
+        host, _, port = self.address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65534:
+            raise StartError(f"--dist-init-addr must be host:port of the first machine, got {self.address!r}.")
+        if len(self.token) < TOKEN_MIN:
+            raise StartError(
+                f"--nnodes above 1 needs a --dist-token (or BANYAN_DIST_TOKEN) of at least {TOKEN_MIN} characters, the same on all."
+            )
+
+
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """One scheduler process. None means: derive it (scheduler_process logs what and why)."""
 
@@ -35,6 +83,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     runner: RunnerConfig
     tokenizer_path: str  # for stop strings
     links: RankLinks = RankLinks()
+    tells_ended: bool = False  # tells a controller of replicas which requests have ended
     max_running_requests: int | None = None
     chunked_prefill_size: int | None = None  # None: derive, -1: never split a prompt
     max_prefill_tokens: int = 16384
@@ -82,7 +131,20 @@ class SchedulerInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_size: int
     chunked_prefill_size: int | None
     overlap: bool
+    dp_size: int = 1
     explain: dict[str, str] = {}
+
+
+class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The controller of replicas; scheduler is what each of their schedulers would be alone."""
+
+    ipc: IpcNames
+    scheduler: SchedulerConfig
+    layout: Layout
+    dp_size: int
+    load_balance_method: str = "round_robin"
+    restart_budget: int = 3  # of each replica, within an hour
+    log_level: str = "info"
 
 
 class DetokenizerConfig(msgspec.Struct, frozen=True, kw_only=True):

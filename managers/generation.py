@@ -29,9 +29,7 @@ UNSUPPORTED = (
     "bootstrap_host",
     "bootstrap_port",
     "bootstrap_room",
-    "routed_dp_rank",
     "disagg_prefill_dp_rank",
-    "data_parallel_rank",
 )
 
 
@@ -53,6 +51,8 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     cache_hint: CacheHint | None = None
     priority: int | None = None  # counts with priority scheduling only
     routing_key: str | None = None
+    data_parallel_rank: int | None = None  # the replica that computes it; None: as the load balancer says
+    routed_dp_rank: int | None = None  # another name of it
     timeout: float | None = None  # seconds until the request ends wherever it is
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] | None = None  # -1, the default: none of the prompt

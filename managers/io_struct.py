@@ -114,6 +114,7 @@ class GenerateReq(Message):
     priority: int | None = None
     cache_hint: CacheHint | None = None
     routing_key: str = ""
+    data_parallel_rank: int | None = None  # for the controller of replicas
     bad_word_ids: list[list[int]] = []  # the token sequences of sampling_params.bad_words
     logit_processor: str = ""
     logprobs: LogprobParams | None = None
@@ -247,6 +248,12 @@ class Heartbeat(Message):
     cache_hit_rate: float = 0.0  # share of the prompt tokens of all admitted requests that the cache had
 
 
+class Ended(Message):
+    """To the controller of replicas: these requests have ended."""
+
+    rids: list[str]
+
+
 class SchedulerReport(Message):
     """What a scheduler tells about once a second, by the name of the metric; counters are totals since its start."""
 
@@ -326,3 +333,4 @@ ToScheduler = (
 )
 ToDetokenizer = TokenOutput | ShutdownReq
 ToTokenizer = TextOutput | ControlReply | Heartbeat | SchedulerReport
+ToController = ControlReply | Heartbeat | SchedulerReport | Ended

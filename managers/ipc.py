@@ -110,11 +110,16 @@ class Receiver(Generic[T]):
     """The reading end of a link; ``message_types`` is the union of what may arrive."""
 
     def __init__(self, context: zmq.Context[Any], address: str, message_types: Any) -> None:
-        self._socket = context.socket(zmq.PULL)
+        self._socket: zmq.Socket[Any] = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(message_types)
+
+    @property
+    def socket(self) -> zmq.Socket[Any]:
+        """To be polled."""
+        return self._socket
 
     def receive_all(self) -> list[T]:
         """All messages that are here now; never blocks."""

@@ -1,7 +1,7 @@
 """Entry point of the engine's child processes; ``process_group`` is the parent's side.
 
-``python -m banyan.managers.process scheduler|detokenizer --report-fd N`` reads its config as one line of JSON from stdin and
-reports on the inherited pipe N, in JSON lines: {"status": "ready", "payload": ...}, or {"status": "error", "message": ...,
+``python -m banyan.managers.process scheduler|controller|detokenizer --report-fd N`` reads its config as one line of JSON from stdin
+and reports on the inherited pipe N, in JSON lines: {"status": "ready", "payload": ...}, or {"status": "error", "message": ...,
 "traceback": ...}. Its stdin stays open as long as the parent lives: end of file there, or another parent pid, ends the child.
 
 Plain subprocesses instead of multiprocessing: no __main__ guard is needed, and it works from threads, notebooks and the REPL.
@@ -25,13 +25,14 @@ from typing import Any, BinaryIO, NoReturn
 import msgspec
 
 from . import stacks
-from .config import DetokenizerConfig, SchedulerConfig
+from .config import ControllerConfig, DetokenizerConfig, SchedulerConfig
 from .errors import StartError
 from .reports import Reports, leave
 
 # name -> (module, function, type of config); imported only in the child that runs it
 MAINS: dict[str, tuple[str, str, type[msgspec.Struct]]] = {
     "scheduler": ("scheduler_process", "run_scheduler", SchedulerConfig),
+    "controller": ("data_parallel_controller", "run_controller", ControllerConfig),
     "detokenizer": ("detokenizer_manager", "run_detokenizer", DetokenizerConfig),
 }
 PARENT_POLL = 1.0  # seconds; end of file comes at once, the pid is asked this often

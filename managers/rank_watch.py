@@ -61,13 +61,13 @@ class RankWatch:
                 why = self._listen(socket, time.monotonic() + BEAT_INTERVAL)
                 if why and not self._stopped.is_set():
                     self._send(socket, Failure(rank=self._rank, why=why))
-                    context.destroy(linger=200)
+                    context.destroy(linger=2000)
                     self._fatal(why)
                     return
             if self._failure:
                 self._send(socket, Failure(rank=self._rank, why=self._failure))
         finally:
-            context.destroy(linger=200)
+            context.destroy(linger=2000)
 
     def _send(self, socket: zmq.Socket[Any], sign: Beat | Failure) -> None:
         data = encode(sign)

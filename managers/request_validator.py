@@ -50,6 +50,7 @@ class Service(msgspec.Struct, frozen=True, kw_only=True):
     priority: int | None
     cache_hint: CacheHint | None
     routing_key: str
+    data_parallel_rank: int | None
     timeout: float | None
     thinks: bool
     max_thinking_tokens: int | None
@@ -163,6 +164,7 @@ class RequestValidator:
                         priority=plan.service.priority,
                         cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
+                        data_parallel_rank=plan.service.data_parallel_rank,
                         timeout=plan.service.timeout,
                     )
                 )
@@ -211,10 +213,18 @@ class RequestValidator:
             priority=priority,
             cache_hint=hint,
             routing_key=routing_key,
+            data_parallel_rank=self._replica(request),
             timeout=timeout,
             thinks=request.require_reasoning or request.max_thinking_tokens is not None,
             max_thinking_tokens=request.max_thinking_tokens,
         )
+
+    def _replica(self, request: GenerateInput) -> int | None:
+        for name in ("data_parallel_rank", "routed_dp_rank"):
+            rank, size = getattr(request, name), self._info.dp_size
+            if rank is not None and not 0 <= rank < size:
+                raise RequestError(f"{name} must be in [0, {size}), got {rank}.", param=name)
+        return request.routed_dp_rank if request.data_parallel_rank is None else request.data_parallel_rank
 
     def prompt(self, request: GenerateInput) -> GenerateReq:
         """The one prompt of a request whose output nobody wants, checked like any other. Safe on any thread."""

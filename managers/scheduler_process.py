@@ -29,7 +29,7 @@ from .decision_log import Recorder
 from .event_loop import EventLoop, make_loop
 from .faults import Faults
 from .grammar import Vocabulary, stop_ids_of
-from .io_struct import Heartbeat, TokenOutput
+from .io_struct import Ended, Heartbeat, TokenOutput
 from .ipc import Sender
 from .jump_forward import JumpForward
 from .live_table import LiveTable
@@ -75,13 +75,15 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
     tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     info, memory = build_memory(config, runner, tokenizer)
     group = RankGroup(config, context)
-    to_detokenizer = group.sender(config.ipc.detokenizer)
+    to_detokenizer, tell = group.sender(config.ipc.detokenizer), group.sender(config.ipc.tokenizer)
     recorder: Recorder | None = None
 
     def send(output: TokenOutput) -> None:
         if recorder is not None:
             recorder.sent(output)
         to_detokenizer(output)
+        if config.tells_ended and any(output.finish_reasons):
+            tell(Ended(rids=[rid for rid, reason in zip(output.rids, output.finish_reasons, strict=True) if reason]))
 
     scheduler = build_scheduler(config, info, memory, runner, send)
     subject = Subject(config, info, memory.table.eos_mask, scheduler.faults)
@@ -94,15 +96,14 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
         group.sender_of_any_thread(config.ipc.tokenizer),
         None if config.disable_jump_forward else lambda: _jumper(tokenizer),
     )
-    reply = group.sender(config.ipc.tokenizer)
     control = Control(
-        *(scheduler, group.inbox, reply, tokenizer, config),
+        *(scheduler, group.inbox, tell, tokenizer, config),
         tap=recorder.take,
         last_turns=lambda: last_turns(subject, recorder.ring),
     )
     loop: EventLoop = make_loop(recorder, control.receive, overlap=info.overlap, stages=info.model.stages)
     pulse = Pulse(scheduler)
-    reporter = Reporter(scheduler, reply)
+    reporter = Reporter(scheduler, tell)
     group.start(reports.fatal)
     if group.leads:
         threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()

@@ -52,10 +52,7 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
     group = ProcessGroup()
     try:
         specs = [
-            *(
-                ChildSpec(name=rank_name(config), kind="scheduler", config=config)
-                for config in rank_configs(args.scheduler_config(ipc, model_path), args.layout())
-            ),
+            *_scheduler_specs(args, ipc, model_path),
             ChildSpec(name="detokenizer", config=args.detokenizer_config(ipc, model_path)),
         ]
         payloads = group.start(specs, timeout)
@@ -67,8 +64,20 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
         raise
 
 
+def _scheduler_specs(args: ServerArgs, ipc: IpcNames, model_path: str) -> list[ChildSpec]:
+    """One process per rank of this machine, or a controller that starts the ranks of all replicas."""
+    if args.dp_size > 1:
+        config = args.controller_config(ipc, model_path)
+        return [ChildSpec(name="scheduler controller", kind="controller", config=config)]
+    configs = rank_configs(args.scheduler_config(ipc, model_path), args.layout())
+    return [ChildSpec(name=rank_name(config), kind="scheduler", config=config) for config in configs]
+
+
 def _same_size(spec: ChildSpec, info: SchedulerInfo, attempt: int) -> ChildSpec:
     """What requests were checked against must hold for the next scheduler, however much memory is free by then."""
+    if spec.role == "controller":
+        inner = _same_size(ChildSpec(name="scheduler", config=spec.config.scheduler), info, attempt).config
+        return msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, scheduler=inner))
     if spec.role != "scheduler":
         return spec
     ranks = meeting_again(spec.config.runner.ranks, attempt)

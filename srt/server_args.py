@@ -21,9 +21,8 @@ from ..managers.reasoning_marks import REASONING_MARKS
 from ..managers.tool_parsers.registry import TOOL_PARSERS
 
 if TYPE_CHECKING:
-    from ..managers.config import DetokenizerConfig, SchedulerConfig, TokenizerManagerConfig
+    from ..managers.config import ControllerConfig, DetokenizerConfig, Layout, SchedulerConfig, TokenizerManagerConfig
     from ..managers.ipc import IpcNames
-    from ..managers.rank_layout import Layout
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Positive = Annotated[int, Meta(ge=1)]
@@ -236,6 +235,20 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             extra={"aliases": ["--pipeline-parallel-size", "--pp"]},
         ),
     ] = 1
+    dp_size: Annotated[
+        Positive,
+        Meta(
+            description="Replicas of the model, each with --tp-size x --pp-size ranks and a cache of its own",
+            extra={"aliases": ["--data-parallel-size", "--dp"]},
+        ),
+    ] = 1
+    load_balance_method: Annotated[
+        Literal["round_robin", "total_requests", "total_tokens", "cache_aware"],
+        Meta(
+            description="Which replica gets a request: the next, that with the fewest requests or tokens to do, or that with the "
+            "least to do, the part of the prompt that it must compute included"
+        ),
+    ] = "round_robin"
     nnodes: Annotated[Positive, Meta(description="Machines that the ranks are divided among; serve is started on each")] = 1
     node_rank: Annotated[NotNegative, Meta(description="Number of this machine; the one with 0 takes the requests")] = 0
     dist_init_addr: Annotated[
@@ -337,11 +350,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             raise StartError(f"--tokenizer-path: no file or folder {self.tokenizer_path!r}.")
 
         if self.nnodes > 1:
+            if self.dp_size > 1:
+                raise StartError("--dp-size above 1 needs --nnodes 1: replicas of several machines are servers of their own.")
             self.layout().check_sizes()
 
     def layout(self) -> Layout:
         """How the ranks are laid out."""
-        from ..managers.rank_layout import Layout
+        from ..managers.config import Layout
 
         return Layout(
             tp_size=self.tp_size,
@@ -415,6 +430,20 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             record_decisions=self.record_decisions,
             record_prompts=self.record_prompts,
             crash_dump_folder=self.crash_dump_folder,
+            log_level=self.log_level,
+        )
+
+    def controller_config(self, ipc: IpcNames, local_model_path: str) -> ControllerConfig:
+        """Config of the controller of replicas."""
+        from ..managers.config import ControllerConfig
+
+        return ControllerConfig(
+            ipc=ipc,
+            scheduler=self.scheduler_config(ipc, local_model_path),
+            layout=self.layout(),
+            dp_size=self.dp_size,
+            load_balance_method=self.load_balance_method,
+            restart_budget=self.restart_budget,
             log_level=self.log_level,
         )
 

@@ -15,7 +15,7 @@ import pytest
 import zmq
 from harness import CONFIG, IPC, TOKENIZER, VOCAB, expected, prompt_of
 
-from banyan.managers.config import RankLinks, RunnerConfig, SchedulerConfig
+from banyan.managers.config import Layout, RankLinks, RunnerConfig, SchedulerConfig
 from banyan.managers.control import Control
 from banyan.managers.decision_log import Recorder, TurnSink
 from banyan.managers.errors import StartError
@@ -25,7 +25,7 @@ from banyan.managers.inbox import CheckedSink, FollowerInbox, LeaderInbox, Ranks
 from banyan.managers.invariants import check_memory
 from banyan.managers.io_struct import AbortReq, FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
 from banyan.managers.rank_group import digests
-from banyan.managers.rank_layout import Layout, rank_configs, rank_name
+from banyan.managers.rank_layout import rank_configs, rank_name
 from banyan.managers.rank_watch import RankWatch
 from banyan.managers.ranks_io import curve_keys, follower_socket, leader_socket
 from banyan.managers.sampling_params import SamplingParams

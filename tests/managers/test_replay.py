@@ -425,7 +425,13 @@ def test_record_prompts_shows_all(folder: Path, tmp_path: Path) -> None:
 
 def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
     """A new field fails here until somebody decides whether a decision depends on it."""
-    not_needed = {"stream", "bad_word_ids", "logit_processor", "thinking"}  # of thinking, that a mask binds it is kept
+    not_needed = {
+        "stream",
+        "data_parallel_rank",
+        "bad_word_ids",
+        "logit_processor",
+        "thinking",
+    }  # of thinking, that a mask binds it is kept
     params_not_needed = {
         "temperature",
         "top_p",

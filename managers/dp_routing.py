@@ -1,0 +1,149 @@
+"""Which replica gets a request. Pure: what it knows is what the controller has sent and what has ended.
+
+All methods pass over replicas that are down, and let ties rotate, so that idle replicas take turns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+METHODS = ("round_robin", "total_requests", "total_tokens", "cache_aware")
+BLOCK = 16  # tokens that the approximate tree knows as one
+MAX_BLOCKS = 1 << 18
+
+
+@dataclass(slots=True)
+class Pending:
+    """A request that was sent to a replica and has not ended. tokens: what it may still cost there."""
+
+    replica: int
+    tokens: int
+    num_prompt: int
+
+
+@dataclass(slots=True)
+class Replica:
+    """What the router knows of a replica."""
+
+    alive: bool = True
+    requests: int = 0
+    tokens: int = 0
+    total_tokens: int = 0  # of all requests ever
+
+
+class PrefixMap:
+    """An approximate radix tree over all replicas: which of them were sent a prompt that begins with these blocks.
+
+    A block's key is a hash of all tokens up to its end, so the keys of a prompt are a path. The least recently used go first.
+    """
+
+    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._owners: OrderedDict[bytes, int] = OrderedDict()  # key -> a bit per replica
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def keys(self, namespace: str, input_ids: bytes) -> list[bytes]:
+        """The path of a prompt (int32 ids as bytes), whole blocks only."""
+        digest = hashlib.blake2b(namespace.encode(), digest_size=12).digest()
+        path = []
+        for start in range(0, len(input_ids) - 4 * BLOCK + 1, 4 * BLOCK):
+            digest = hashlib.blake2b(input_ids[start : start + 4 * BLOCK], key=digest, digest_size=12).digest()
+            path.append(digest)
+        return path
+
+    def matched(self, path: Sequence[bytes], num_replicas: int) -> list[int]:
+        """Tokens of the path that each replica was sent before."""
+        lengths = [0] * num_replicas
+        following = (1 << num_replicas) - 1
+        for count, key in enumerate(path, 1):
+            following &= self._owners.get(key, 0)
+            if not following:
+                break
+            self._owners.move_to_end(key)
+            for replica in range(num_replicas):
+                if following >> replica & 1:
+                    lengths[replica] = count * BLOCK
+        return lengths
+
+    def add(self, path: Iterable[bytes], replica: int) -> None:
+        """The replica is sent this path."""
+        for key in path:
+            self._owners[key] = self._owners.get(key, 0) | 1 << replica
+            self._owners.move_to_end(key)
+        while len(self._owners) > self._max_blocks:
+            self._owners.popitem(last=False)
+
+    def forget(self, replica: int) -> None:
+        """The replica has lost its cache."""
+        for key, owners in list(self._owners.items()):
+            self._owners[key] = owners & ~(1 << replica)
+            if not self._owners[key]:
+                del self._owners[key]
+
+
+@dataclass(slots=True)
+class Router:
+    """Chooses replicas and counts what they have to do."""
+
+    method: str
+    replicas: list[Replica]
+    prefixes: PrefixMap = field(default_factory=PrefixMap)
+    pending: dict[str, Pending] = field(default_factory=dict)
+    _last: int = -1
+
+    def route(
+        self, rid: str, input_ids: bytes, max_new_tokens: int, *, namespace: str = "", pinned: int | None = None
+    ) -> int | None:
+        """The replica of a request, which counts as sent to it; None if the one that it is pinned to, or every one, is down."""
+        num_prompt = len(input_ids) // 4
+        path = self.prefixes.keys(namespace, input_ids) if self.method == "cache_aware" else []
+        matched = self.prefixes.matched(path, len(self.replicas)) if path else [0] * len(self.replicas)
+        chosen = self._choose(matched) if pinned is None else pinned
+        if chosen is None or not self.replicas[chosen].alive:
+            return None
+        self._last = chosen if pinned is None else self._last
+        self.prefixes.add(path, chosen)
+        replica, tokens = self.replicas[chosen], num_prompt - matched[chosen] + max_new_tokens
+        self.pending[rid] = Pending(chosen, tokens, num_prompt)
+        replica.requests += 1
+        replica.tokens += tokens
+        replica.total_tokens += tokens
+        return chosen
+
+    def _choose(self, matched: list[int]) -> int | None:
+        costs: dict[str, Callable[[int], int]] = {
+            "round_robin": lambda index: 0,
+            "total_requests": lambda index: self.replicas[index].requests,
+            "total_tokens": lambda index: self.replicas[index].tokens,
+            # what it has to do before, and what of the prompt it would have to compute
+            "cache_aware": lambda index: self.replicas[index].tokens - matched[index],
+        }
+        cost, size = costs[self.method], len(self.replicas)
+        alive = [index for index in range(size) if self.replicas[index].alive]
+        return min(alive, key=lambda index: (cost(index), (index - self._last - 1) % size), default=None)
+
+    def ended(self, rid: str) -> None:
+        """A request has ended; unknown ones are none of the router's."""
+        pending = self.pending.pop(rid, None)
+        if pending:
+            replica = self.replicas[pending.replica]
+            replica.requests -= 1
+            replica.tokens -= pending.tokens
+
+    def down(self, index: int) -> dict[str, Pending]:
+        """The replica is lost, with these requests."""
+        lost = {rid: pending for rid, pending in self.pending.items() if pending.replica == index}
+        for rid in lost:
+            self.ended(rid)
+        self.replicas[index].alive = False
+        self.prefixes.forget(index)
+        return lost
+
+    def up(self, index: int) -> None:
+        """The replica is back, with an empty cache."""
+        self.replicas[index].alive = True

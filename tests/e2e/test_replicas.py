@@ -1,0 +1,81 @@
+"""Ranks and replicas as processes over the token oracle: same output, one answer for all, and what happens when one is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from server import CANARY, Server, all_gone, running, until
+
+PROMPTS = [f"the quick brown fox {number} jumps over" for number in range(6)]
+PARAMS = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
+
+
+def outputs(server: Server) -> list[Any]:
+    return [answer["output_ids"] for answer in server.generate(text=PROMPTS, sampling_params=PARAMS)]
+
+
+def children(server: Server, word: str) -> list[psutil.Process]:
+    """Scheduler processes of a server, by the order of their start."""
+    found = [p for p in psutil.Process(server.process.pid).children(recursive=True) if word in p.cmdline()]
+    return sorted(found, key=lambda process: (process.create_time(), process.pid))
+
+
+@pytest.mark.parametrize("method", ["cache_aware"])
+def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Server, tmp_path: Path, method: str) -> None:
+    expected = outputs(plain)
+    with running(model, tmp_path, "--dp-size", "2", "--load-balance-method", method) as server:
+        assert outputs(server) == expected
+        for rank in (0, 1):
+            answer = server.generate(text=PROMPTS[0], sampling_params=PARAMS, data_parallel_rank=rank)
+            assert answer["output_ids"] == expected[0]
+        reply = server.post({"text": "x", "data_parallel_rank": 2})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "data_parallel_rank")
+        state = server.state()
+        assert [replica["dp_rank"] for replica in state["replicas"]] == [0, 1]
+        assert state["num_decode_tokens"] == sum(replica["num_decode_tokens"] for replica in state["replicas"])
+        assert all(replica["num_decode_tokens"] > 0 for replica in state["replicas"])
+        assert server.post({}, "/flush_cache?timeout=10").status_code == 200
+        victim = children(server, "scheduler")[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        until(lambda: "is lost" in server.text())
+        assert outputs(server) == expected, "the other one goes on"
+        until(lambda: "serves again" in server.text())
+        assert outputs(server) == expected
+        assert len(server.state()["replicas"]) == 2
+        pids = [process.pid for process in children(server, "scheduler")]
+        assert len(pids) == 2 and victim.pid not in pids
+
+
+@pytest.mark.parametrize("options", [["--tp-size", "2"], ["--pp-size", "2", "--dp-size", "2"]], ids=["tp2", "pp2 dp2"])
+def test_ranks_decide_alike_and_leave_nothing_behind(model: str, plain: Server, tmp_path: Path, options: list[str]) -> None:
+    expected = outputs(plain)
+    with running(model, tmp_path, *options, "--check-decisions", "--chunked-prefill-size", "16") as server:
+        assert outputs(server) == expected
+        ranks = children(server, "scheduler")
+        assert len(ranks) == 2 * (2 if "--dp-size" in options else 1)
+    assert all_gone({str(rank.pid): rank for rank in ranks})
+
+
+def test_a_rank_that_is_killed_or_hangs_ends_the_group_with_a_report(model: str, start: Any) -> None:
+    server = start("--tp-size", "2", "--dist-timeout", "3", "--restart-budget", "0", "--max-running-requests", "4")
+    server.wait_ready()
+    first, second = children(server, "scheduler")
+    os.kill(second.pid, signal.SIGSTOP)
+    until(lambda: "rank 1 gave no sign of life for" in server.text(), 30)
+    until(lambda: server.process.poll() is not None, 30)
+    assert all_gone({"first": first, "second": second})
+
+
+def test_a_lost_rank_is_replaced_with_its_group(model: str, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--tp-size", "2") as server:
+        before = server.generate(**CANARY)
+        first, second = children(server, "scheduler")
+        os.kill(second.pid, signal.SIGKILL)
+        until(lambda: "serves again" in server.text())
+        assert server.generate(**CANARY)["output_ids"] == before["output_ids"]
+        assert not {first.pid, second.pid} & {process.pid for process in children(server, "scheduler")}
