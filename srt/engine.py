@@ -19,7 +19,7 @@ from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
 from ..managers.sessions import OpenSession
 from ..managers.tokenizer_manager import TokenizerManager
-from . import info
+from . import info, tracing
 from .launcher import launch
 from .loop_thread import LoopThread, Stream
 from .server_args import ServerArgs
@@ -79,6 +79,7 @@ class Engine:
         self._closing = threading.Lock()
         try:
             self.tokenizer_manager = TokenizerManager(self._launched.manager_config, self._launched.info)
+            tracing.install(self.tokenizer_manager, self.server_args)
             self._thread = _start_loop(self.tokenizer_manager)
         except BaseException:
             self._launched.stop(0)

@@ -18,6 +18,7 @@ from ..managers.config import SchedulerInfo
 from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
 from ..managers.tokenizer_manager import TokenizerManager
+from . import tracing
 from .http_server import bind, create_app, make_server
 from .info import shown
 from .launcher import Launched, launch
@@ -119,6 +120,7 @@ class _Life:
         stacks.install(launched.ipc.directory)
         self._state.processes = launched.group.pids_by_name
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
+        tracing.install(tm, self._args)
         self._state.attach(tm)
         tm.start_loop()
         loop = asyncio.get_running_loop()

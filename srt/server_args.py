@@ -290,6 +290,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = 1
     log_requests_format: Annotated[Literal["text", "json"], Meta(description="Form of these lines")] = "text"
     enable_metrics: Annotated[bool, Meta(description="Serve metrics for Prometheus at /metrics")] = False
+    enable_trace: Annotated[bool, Meta(description="Send OpenTelemetry spans of requests; needs the extra otel")] = False
+    otlp_traces_endpoint: Annotated[str, Meta(description="Where --enable-trace sends spans, over OTLP with HTTP")] = (
+        "http://localhost:4318/v1/traces"
+    )
     decode_log_interval: Annotated[Positive, Meta(description="Decode steps between two log lines")] = 40
     restart_budget: Annotated[
         NotNegative,
