@@ -6,8 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .kernels.cpu.packed import PackedLinear
 from .linear import weight
 from .parallel import Group
+from .quantization import Blocks, WeightFormat
 
 
 class Embedding(nn.Module):
@@ -16,12 +18,25 @@ class Embedding(nn.Module):
     def __init__(self, num_embeddings: int, dim: int, *, dtype: torch.dtype, scale: float | None = None) -> None:
         super().__init__()
         self.weight = weight(num_embeddings, dim, dtype=dtype)
+        self.packed: PackedLinear | None = None  # the same weight as a head
+        self.blocks: dict[int, Blocks] = {}
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, dim]."""
         x = F.embedding(input_ids, self.weight)
+        x = x if self.packed is None else x.float()
         return x if self.scale is None else x * self.scale
+
+    def project(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The table as a head: [N, dim] -> [N, num_embeddings]."""
+        return F.linear(hidden, self.weight) if self.packed is None else self.packed(hidden)
+
+    def pack(self, form: WeightFormat, dtype: torch.dtype) -> None:
+        """Keep the weight packed, as a head, and rows in ``dtype`` for the lookup."""
+        self.packed = form.pack_head(self.weight, None, self.blocks)
+        if self.packed is not None:
+            self.weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
 
 
 class VocabParallelEmbedding(Embedding):
@@ -35,5 +50,6 @@ class VocabParallelEmbedding(Embedding):
         own = input_ids - self._vocab.start
         foreign = (own < 0) | (own >= len(self._vocab))
         x = F.embedding(own.masked_fill(foreign, 0), self.weight).masked_fill(foreign[:, None], 0)
+        x = x if self.packed is None else x.float()
         x = self._group.all_reduce(x)  # exact: all but one of the terms are zero
         return x if self.scale is None else x * self.scale

@@ -7,19 +7,21 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from .gguf_file import GGUFFile
-from .gguf_quants import Floats
+from ..layers.quantization import Blocks
+from .gguf_file import GGUFFile, GGUFTensor
 from .model_config import ModelConfig
 from .shard import Shard, Slice
 
 __all__ = ["WeightsError", "iter_weights", "shape_error"]
 
+T = TypeVar("T", bound=np.generic)
 INDEX = "model.safetensors.index.json"
 
 
@@ -33,14 +35,15 @@ def shape_error(name: str, *, expected: Sequence[int], got: Sequence[int]) -> We
 
 
 def iter_weights(
-    path: str, load_format: str, config: ModelConfig, shard: Shard | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    path: str, load_format: str, config: ModelConfig, shard: Shard | None = None, *, keep_blocks: bool = False
+) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
     """Yield (parameter name, tensor) for every weight of the checkpoint, one in memory at a time.
 
     shard: only what that part of the model holds, under its own names; the rest of the file is not read.
 
     ``load_format`` is auto, safetensors or gguf. Tensors come in the dtype of the file (GGUF: float32) and may be read-only views
     of a mapped file: copy, never write. Rotary buffers are left out, and lm_head.weight where the embeddings are tied.
+    With ``keep_blocks`` matrices of a GGUF file come as blocks where the kernels can keep them.
     Raises WeightsError, or GGUFError for a damaged GGUF file.
     """
     is_file = os.path.isfile(path)
@@ -55,12 +58,13 @@ def iter_weights(
             return False
         return shard.local_name(name) is not None
 
-    for name, tensor in _gguf_weights(path, shard, wanted) if is_file else _safetensors_weights(path, shard, wanted):
-        part = torch.zeros_like(tensor) if shard.is_summed_bias(name) else tensor
-        yield shard.local_name(name) or name, part
+    weights = _gguf_weights(path, shard, wanted, keep_blocks) if is_file else _safetensors_weights(path, shard, wanted)
+    for name, tensor in weights:
+        zero = isinstance(tensor, torch.Tensor) and shard.is_summed_bias(name)
+        yield shard.local_name(name) or name, torch.zeros_like(tensor) if zero else tensor
 
 
-def _safetensors_weights(folder: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+def _safetensors_weights(folder: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
     seen: set[str] = set()
     files, expected = safetensors_files(folder)
     for file in files:
@@ -111,7 +115,9 @@ def safetensors_files(folder: str) -> tuple[list[Path], set[str]]:
     return files, set()
 
 
-def _gguf_weights(path: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+def _gguf_weights(
+    path: str, shard: Shard, wanted: Callable[[str], bool], keep_blocks: bool
+) -> Iterator[tuple[str, torch.Tensor | Blocks]]:
     gguf = GGUFFile(path)
     arch = str(gguf.metadata.get("general.architecture"))
     for gguf_name in gguf.tensors:
@@ -123,12 +129,28 @@ def _gguf_weights(path: str, shard: Shard, wanted: Callable[[str], bool]) -> Ite
         if not wanted(name):
             continue
         part = shard.slice_of(name)
+        heads = _rope_heads(name, shard.local) if arch == "llama" else 0
+        if keep_blocks and (part is None or part.dim == 0):
+            blocks = _blocks(gguf, gguf.tensors[gguf_name], part, heads, name)
+            if blocks.packable:
+                yield name, blocks
+                continue
         data = gguf.tensor(gguf_name) if part is None else gguf.part(gguf_name, *part)
         if arch == "gemma3" and name.endswith("norm.weight"):
             data -= 1  # the file's norms multiply by w, the checkpoint's by 1 + w
-        elif arch == "llama" and (heads := _rope_heads(name, shard.local)):
+        elif heads:
             data = _unpermute(data, heads, name)
         yield name, torch.from_numpy(data)
+
+
+def _blocks(gguf: GGUFFile, tensor: GGUFTensor, part: Slice | None, heads: int, name: str) -> Blocks:
+    """A tensor, or some of its rows, as it lies in the file, the rows in the order of the checkpoint."""
+    rows = gguf.raw(tensor.name).reshape(tensor.shape[0], -1)
+    start, stop = (0, len(rows)) if part is None else (part.start, part.stop)
+    rows = rows[start:stop].copy()  # torch takes no read-only memory without a warning
+    rows = _unpermute(rows, heads, name) if heads else rows
+    shape = (len(rows), *tensor.shape[1:])
+    return Blocks(tensor.type, torch.from_numpy(rows), shape, lambda: torch.from_numpy(gguf.part(tensor.name, 0, start, stop)))
 
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -172,7 +194,7 @@ def _rope_heads(name: str, config: ModelConfig) -> int:
     return config.num_key_value_heads if ".k_proj." in name else 0
 
 
-def _unpermute(data: Floats, heads: int, name: str) -> Floats:
+def _unpermute(data: npt.NDArray[T], heads: int, name: str) -> npt.NDArray[T]:
     """Undo llama.cpp's order of the rows of q and k.
 
     There a rotated pair is two neighbouring rows; in the checkpoint the pair's second row is head_dim / 2 further on.

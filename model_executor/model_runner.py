@@ -22,7 +22,6 @@ from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
 from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
-from .dtype import choose_dtype
 from .future_map import FutureMap
 from .loader import iter_weights
 from .memory import available_memory, cache_tokens
@@ -32,6 +31,7 @@ from .models.registry import model_class
 from .shard import Shard
 from .stage_handle import ResultBox, StageHandle
 from .step import FatalStepError, ModelInfo, RunnerConfig, StepHandle, StepInput
+from .weight_form import plan_weights
 from .weights import dummy_weights, load_weights
 
 DEFAULT_BACKEND = "torch_native"
@@ -60,14 +60,14 @@ class ModelRunner:
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         self._draw = ops_of(self._device.device.type).draw
         try:
-            self._dtype, dtype_why = choose_dtype(config.dtype, self._model_config.torch_dtype, self._device.device)
+            self._plan = plan_weights(config, self._model_config.torch_dtype, self._device.device)
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
             self._model: DecoderModel | None = self._device.run(self._load)
             num_tokens, pool_why = cache_tokens(
                 config,
                 self._shard.local,
-                dtype=self._dtype,
+                dtype=self._plan.compute,
                 device=self._device.device,
                 free_before_load=free_before_load,
             )
@@ -75,7 +75,7 @@ class ModelRunner:
         except BaseException:
             self._device.close()
             raise
-        self.info = _describe(config, self._model_config, self._device, {"dtype": dtype_why, "pool": pool_why})
+        self.info = _describe(config, self._model_config, self._device, self._plan.explain | {"pool": pool_why})
 
     def max_cache_tokens(self) -> int:
         return self._num_tokens
@@ -104,11 +104,14 @@ class ModelRunner:
         config = self._config
         with self._device.device:
             make = model_class(self._model_config.architecture)
-            model = make(self._model_config, self._dtype, shard=self._shard, ranks=self._ranks)
+            model = make(self._model_config, self._plan.compute, shard=self._shard, ranks=self._ranks)
+        packer = self._plan.packer(model)
         if config.load_format == "dummy":
-            dummy_weights(model, config.random_seed)
+            dummy_weights(model, config.random_seed, packer)
         else:
-            load_weights(model, iter_weights(config.model_path, config.load_format, self._model_config, self._shard))
+            source, keep_blocks = config.model_path, self._plan.keep_blocks
+            weights = iter_weights(source, config.load_format, self._model_config, self._shard, keep_blocks=keep_blocks)
+            load_weights(model, weights, packer)
         check_model(config, model)
         return model.eval()
 
@@ -121,7 +124,7 @@ class ModelRunner:
             num_layers=model.num_hidden_layers,
             num_kv_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
-            dtype=self._dtype,
+            dtype=self._plan.compute,
             device=self._device.device,
         )
         future_map = FutureMap(req_to_token.shape[0], self._device.device)
@@ -187,7 +190,7 @@ class ModelRunner:
         if self._config.ranks.is_first_stage:
             return self._loaded_model().hidden_states(batch)
         shape = (len(batch.input_ids), self._model_config.hidden_size)
-        received = self._ranks.receive_hidden(shape, self._dtype, self._device.device)
+        received = self._ranks.receive_hidden(shape, self._plan.compute, self._device.device)
         return self._loaded_model().hidden_states(batch, received)
 
     def _require_cache(self) -> _Cache:

@@ -101,6 +101,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"  # auto | safetensors | gguf | dummy | oracle
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     device: str = "auto"  # auto | cpu | cuda
+    quantization: str | None = None  # int8 | int4 | gguf
     context_length: int | None = None
     attention_backend: str | None = None
     mem_fraction_static: float | None = None

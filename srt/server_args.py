@@ -55,6 +55,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         Literal["auto", "half", "float16", "bfloat16", "float", "float32"],
         Meta(description="Type of weights and activations; auto: the model's own where the device is fast with it"),
     ] = "auto"
+    quantization: Annotated[
+        Literal["int8", "int4", "gguf"] | None,
+        Meta(
+            description="Weights in fewer bits, on a CPU: int8 per channel, int4 in groups of 32, or a GGUF file's blocks as they "
+            "are; unset: weights of the dtype"
+        ),
+    ] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: cuda if there is one")] = "auto"
     context_length: Annotated[Positive | None, Meta(description="Longest prompt plus output, if not the model's own limit")] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub")] = None
@@ -387,6 +394,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             load_format=self.load_format,
             dtype={"half": "float16", "float": "float32"}.get(self.dtype, self.dtype),
             device=self.device,
+            quantization=self.quantization,
             context_length=self.context_length,
             attention_backend=self.attention_backend,
             mem_fraction_static=self.mem_fraction_static,

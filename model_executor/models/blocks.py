@@ -168,10 +168,15 @@ class DecoderModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [N, V] of hidden states [N, hidden]. Only in the last stage."""
-        head = self.lm_head if self.lm_head is not None else self.embed_tokens
+        head = self.head
         if head is None:
             raise RuntimeError("this stage has no head")
-        return self.group.gather_columns(compute_logits(hidden, head.weight, soft_cap=self.soft_cap), self.vocab_sizes)
+        return self.group.gather_columns(compute_logits(hidden, head.project, soft_cap=self.soft_cap), self.vocab_sizes)
+
+    @property
+    def head(self) -> Linear | Embedding | None:
+        """What projects to logits: the embedding where it is tied; None in a stage without a head."""
+        return self.embed_tokens if self.lm_head is None and self.norm is not None else self.lm_head
 
 
 def _embedding(config: ModelConfig, dtype: torch.dtype, shard: Shard, ranks: Ranks, scale: float | None) -> Embedding:

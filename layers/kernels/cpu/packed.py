@@ -27,6 +27,9 @@ class Kind(enum.IntEnum):
     Q6K = 6
 
 
+GGUF_KINDS = {"Q4_0": (2, Kind.Q4), "Q4_1": (3, Kind.Q4), "Q8_0": (8, Kind.Q8), "Q4_K": (12, Kind.Q4K), "Q6_K": (14, Kind.Q6K)}
+
+
 class PackedWeight:
     """One weight [n, k] in the layout of the kernels, which owns its memory."""
 
@@ -49,6 +52,15 @@ class PackedWeight:
         else:
             source = weight.float()
             native.lib.bny_pack_f32(kind, packed.n, packed.k, source.data_ptr(), source.stride(0), packed.data.data_ptr())
+        return packed
+
+    @classmethod
+    def of_blocks(cls, native: Native, type_name: str, blocks: torch.Tensor, k: int) -> PackedWeight:
+        """Repack a GGUF tensor, uint8 [n, bytes of a row of k values], without changing a value. ``type_name`` is in GGUF_KINDS."""
+        type_id, kind = GGUF_KINDS[type_name]
+        packed = cls(native, kind, blocks.shape[0], k)
+        blocks = blocks.contiguous()
+        native.lib.bny_pack_gguf(type_id, packed.n, k, blocks.data_ptr(), packed.data.data_ptr())
         return packed
 
     def unpack(self) -> torch.Tensor:
