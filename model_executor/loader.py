@@ -60,8 +60,9 @@ def iter_weights(
 
     weights = _gguf_weights(path, shard, wanted, keep_blocks) if is_file else _safetensors_weights(path, shard, wanted)
     for name, tensor in weights:
-        zero = isinstance(tensor, torch.Tensor) and shard.is_summed_bias(name)
-        yield shard.local_name(name) or name, torch.zeros_like(tensor) if zero else tensor
+        if isinstance(tensor, torch.Tensor) and shard.is_summed_bias(name):
+            tensor = torch.zeros_like(tensor)
+        yield shard.local_name(name) or name, tensor
 
 
 def _safetensors_weights(folder: str, shard: Shard, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor | Blocks]]:

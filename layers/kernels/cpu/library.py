@@ -30,6 +30,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bny_linear_bytes": (c_int64, (c_int32, c_int64, c_int64)),
     "bny_pack_f32": (None, (c_int32, c_int64, c_int64, c_void_p, c_int64, c_void_p)),
     "bny_pack_bf16": (None, (c_int64, c_int64, c_void_p, c_int64, c_void_p)),
+    "bny_pack_gguf": (None, (c_int32, c_int64, c_int64, c_void_p, c_void_p)),
     "bny_unpack": (None, (c_void_p, c_void_p)),
     "bny_linear_scratch": (c_int64, (c_void_p, c_int64)),
     "bny_linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)),

@@ -1,6 +1,8 @@
 // bny_linear: the region, and the chain of its links.
 #include "linear.h"
 
+static bool is_float(int32_t kind) { return kind == BNY_F32 || kind == BNY_BF16; }
+
 extern "C" int64_t bny_linear_bytes(int32_t kind, int64_t n, int64_t k) {
   int64_t panel = n > 0 && k > 0 ? panel_bytes(kind, k) : -1;
   return panel < 0 ? -1 : div_up(n, NR) * panel;
@@ -9,7 +11,7 @@ extern "C" int64_t bny_linear_bytes(int32_t kind, int64_t n, int64_t k) {
 extern "C" int64_t bny_linear_scratch(const bny_linear_t* l, int64_t m) {
   int64_t most = 0;
   for (; l; l = l->next) {
-    int64_t need = float_scratch(l, m);
+    int64_t need = is_float(l->kind) ? float_scratch(l, m) : int_scratch(l, m);
     most = need > most ? need : most;
   }
   return most;
@@ -22,7 +24,11 @@ extern "C" void bny_linear(const bny_linear_t* l, const float* x, int64_t ldx, f
   {
     float* out = y;
     for (const bny_linear_t* link = l; link; link = link->next) {
-      float_rows(link, x, ldx, out, ldy, m, scratch);
+      if (is_float(link->kind)) {
+        float_rows(link, x, ldx, out, ldy, m, scratch);
+      } else {
+        int_rows(link, x, ldx, out, ldy, m, scratch);
+      }
       out += link->n;
       if (link->next) {
 #pragma omp barrier  // the scratch is the next link's

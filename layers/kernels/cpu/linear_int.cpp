@@ -1,0 +1,373 @@
+// Integer weights: activations are quantised to int8 first, a row at a time, then products are sums of integers and exact.
+//
+// I8 has one scale per row of x, the others one per row and group of 32 values: a few large activations then spoil only their group.
+#include <math.h>
+
+#include "linear.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+enum { MR = 6 };
+#else
+enum { MR = 4 };
+#endif
+enum { ROWS_AT_A_TIME = 192, ROWS_PER_TILE = 48 };
+
+// --- integers: every 32-bit lane of a vi is four bytes, and their products are summed
+
+#if defined(__AVX512F__)
+BNY_INLINE vi abs8(vi a) { return _mm512_abs_epi8(a); }
+BNY_INLINE vi sign8(vi a, vi by) { return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(by), _mm512_setzero_si512(), a); }
+BNY_INLINE vi low4(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+BNY_INLINE vi high4(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
+#if defined(BNY_VNNI)
+// The compiler spills the accumulators of the intrinsic.
+BNY_INLINE vi dot_us(vi acc, vi u, vi s) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
+  return acc;
+}
+BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return dot_us(acc, u, s); }
+BNY_INLINE vi nibble_sum(vi acc) { return acc; }
+#else
+BNY_INLINE vi dot_us(vi acc, vi u, vi s) {
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(u, s), _mm512_set1_epi16(1)));
+}
+BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return _mm512_add_epi16(acc, _mm512_maddubs_epi16(u, s)); }
+BNY_INLINE vi nibble_sum(vi acc) { return _mm512_madd_epi16(acc, _mm512_set1_epi16(1)); }
+#endif
+
+#elif defined(__AVX2__)
+BNY_INLINE vi abs8(vi a) { return _mm256_abs_epi8(a); }
+BNY_INLINE vi sign8(vi a, vi by) { return _mm256_sign_epi8(a, by); }
+BNY_INLINE vi low4(vi a) { return _mm256_and_si256(a, _mm256_set1_epi8(15)); }
+BNY_INLINE vi high4(vi a) { return _mm256_and_si256(_mm256_srli_epi16(a, 4), _mm256_set1_epi8(15)); }
+// u at most 128 and s within +-127: two products fit 16 bits.
+BNY_INLINE vi dot_us(vi acc, vi u, vi s) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(u, s), _mm256_set1_epi16(1)));
+}
+// u at most 15: a group of 32 is 8 pairs of products a lane, 8 * 2 * 15 * 127 = 30480, which fits 16 bits.
+BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return _mm256_add_epi16(acc, _mm256_maddubs_epi16(u, s)); }
+BNY_INLINE vi nibble_sum(vi acc) { return _mm256_madd_epi16(acc, _mm256_set1_epi16(1)); }
+
+#else
+typedef int8_t v16 __attribute__((vector_size(16)));
+BNY_INLINE vi abs8(vi a) { return a; }  // here dot_us takes signed values as they are
+BNY_INLINE vi sign8(vi a, vi by) {
+  (void)by;
+  return a;
+}
+BNY_INLINE vi low4(vi a) { return a & 0x0f0f0f0f; }
+BNY_INLINE vi high4(vi a) { return (vi)((vu)a >> 4) & 0x0f0f0f0f; }
+BNY_INLINE vi dot_us(vi acc, vi u, vi s) {
+  const v16 a = (v16)u, b = (v16)s;
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 4; j++) acc[i] += (int32_t)a[4 * i + j] * (int32_t)b[4 * i + j];
+  return acc;
+}
+BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return dot_us(acc, u, s); }
+BNY_INLINE vi nibble_sum(vi acc) { return acc; }
+#endif
+
+// --- rows of x
+
+// Quantised rows in scratch. A row is int8 [padded_k], then for I8 its scale, else scale [groups] and scale * sum [groups] (of 16
+// values where halves is 2: then two sums to a group).
+struct IntRows {
+  const char* base;
+  int64_t stride;  // bytes
+  int64_t padded_k;
+  int64_t groups;
+  const int32_t* words(int64_t row) const { return (const int32_t*)(base + row * stride); }
+  const float* scales(int64_t row) const { return (const float*)(base + row * stride + padded_k); }
+};
+
+IntRows rows_of(const bny_linear_t* l, const char* base) {
+  const int64_t padded = round_up(l->k, GROUP), groups = padded / GROUP;
+  return IntRows{base, round_up(padded + (l->kind == BNY_I8 ? 4 : 8 * groups), 64), padded, groups};
+}
+
+// The scale of n values, 127 of which are the largest; NaN where a value is not finite, so that the row's results are.
+BNY_INLINE float scale_of(const float* x, int64_t n) {
+  vf largest_of = vf_zero(), poison_of = vf_zero();
+  int64_t i = 0;
+  for (; i + VL <= n; i += VL) {
+    const vf a = vf_load(x + i);
+    largest_of = vf_max(largest_of, vf_max(a, vf_sub(vf_zero(), a)));
+    poison_of = vf_fma(a, vf_zero(), poison_of);
+  }
+  float largest = vf_hmax(largest_of), poison = vf_sum(poison_of);
+  for (; i < n; i++) {
+    const float a = fabsf(x[i]);
+    largest = a > largest ? a : largest;
+    poison += a * 0.0f;
+  }
+  return largest * (1.0f / 127.0f) + poison;
+}
+
+// Rounds x / scale to nearest even; returns the sum.
+BNY_INLINE int32_t round_values(const float* x, int64_t n, float scale, int8_t* out) {
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f, magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds
+  int32_t sum = 0;
+  for (int64_t i = 0; i < n; i++) {
+    float r = x[i] * inverse;
+    r = r > 127.0f ? 127.0f : r;
+    r = r > -127.0f ? r : -127.0f;  // a NaN too
+    const float shifted = r + magic;
+    int32_t q;
+    memcpy(&q, &shifted, 4);
+    q -= 0x4b400000;
+    out[i] = (int8_t)q;
+    sum += q;
+  }
+  return sum;
+}
+
+void quantize_row(const float* x, int64_t k, bool per_group, const IntRows& rows, int64_t row) {
+  char* out = (char*)rows.base + row * rows.stride;
+  int8_t* values = (int8_t*)out;
+  float* scales = (float*)(out + rows.padded_k);
+  memset(values + k, 0, rows.padded_k - k);
+  if (!per_group) {
+    *scales = scale_of(x, k);
+    round_values(x, k, *scales, values);
+    return;
+  }
+  for (int64_t g = 0; g < rows.groups; g++) {
+    const int64_t at = g * GROUP, n = k - at < GROUP ? k - at : GROUP;
+    scales[g] = scale_of(x + at, n);
+    scales[rows.groups + g] = scales[g] * (float)round_values(x + at, n, scales[g], values + at);
+  }
+}
+
+// --- products of one group, for M rows and one vector of channels: w is the vector's place in [step][NR][4]
+
+enum { STEP = NR * 4 };  // bytes from four values of all channels to the next four
+
+template <int M, int STEPS>
+BNY_INLINE void dot_bytes(const char* w, const int32_t* const* x, int64_t at, vi* acc) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++) acc[m] = vi_zero();
+#pragma GCC unroll 8
+  for (int s = 0; s < STEPS; s++) {
+    const vi value = vi_load(w + s * STEP), size = abs8(value);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) acc[m] = dot_us(acc[m], size, sign8(vi_set1(x[m][at + s]), value));
+  }
+}
+
+template <int M>
+BNY_INLINE void dot_nibbles(const char* w, const int32_t* const* x, int64_t at, vi* acc) {
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++) acc[m] = vi_zero();
+#pragma GCC unroll 4
+  for (int s = 0; s < 4; s++) {
+    const vi both = vi_load(w + s * STEP), low = low4(both), high = high4(both);
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++) {
+      acc[m] = dot_nibble(acc[m], low, vi_set1(x[m][at + s]));
+      acc[m] = dot_nibble(acc[m], high, vi_set1(x[m][at + 4 + s]));
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++) acc[m] = nibble_sum(acc[m]);
+}
+
+template <int M>
+BNY_INLINE void finish(const Tile& t, int64_t panel, int64_t row, int v, const vf* acc) {
+  const int64_t at = panel * NR + v * VL;
+#pragma GCC unroll 12
+  for (int m = 0; m < M; m++) store_row(t.y + (row + m) * t.ldy + at, acc + m, 1, t.n - at, t.bias ? t.bias + at : nullptr);
+}
+
+// A kernel that takes its panels one after the other, each vector of channels in turn. Group::run adds one vector's product.
+template <class Group>
+struct Grouped {
+  template <int M, int P>
+  static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
+    for (int p = 0; p < P; p++) one<M>(t, first + p, rows, row);
+  }
+
+  template <int M>
+  static __attribute__((noinline)) void one(const Tile& t, int64_t panel, const IntRows& rows, int64_t row) {
+    const int32_t* x[M];
+    const float* scales[M];
+    for (int m = 0; m < M; m++) x[m] = rows.words(row + m), scales[m] = rows.scales(row + m);
+    vf acc[2][M];
+    for (int v = 0; v < 2; v++)
+      for (int m = 0; m < M; m++) acc[v][m] = vf_zero();
+    Group::template run<M>(t.panel + panel * t.stride, t.k, x, scales, rows.groups, acc);
+    for (int v = 0; v < 2; v++) finish<M>(t, panel, row, v, acc[v]);
+  }
+};
+
+struct Q4 {
+  template <int M>
+  BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    for (int64_t g = 0; g < groups; g++, w += Q4_BYTES) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        vi dot[M];
+        dot_nibbles<M>(w + 4 * NR + v * VL * 4, x, g * 8, dot);
+        const vf d = vf_from_f16((const uint16_t*)w + v * VL), low = vf_from_f16((const uint16_t*)w + NR + v * VL);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+          acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
+          acc[v][m] = vf_fma(low, vf_set1(scales[m][groups + g]), acc[v][m]);
+        }
+      }
+    }
+  }
+};
+
+struct Q8 {
+  template <int M>
+  BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    for (int64_t g = 0; g < groups; g++, w += Q8_BYTES) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        vi dot[M];
+        dot_bytes<M, 8>(w + 2 * NR + v * VL * 4, x, g * 8, dot);
+        const vf d = vf_from_f16((const uint16_t*)w + v * VL);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)
+          acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
+      }
+    }
+  }
+};
+
+struct Q4K {
+  template <int M>
+  BNY_INLINE void run(const char* w, int64_t k, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    for (int64_t b = 0; b < k / BLOCK_K; b++, w += Q4K_BYTES) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const vf d = vf_from_f16((const uint16_t*)w + v * VL), dmin = vf_from_f16((const uint16_t*)w + NR + v * VL);
+        const uint8_t *sc = (const uint8_t*)w + 4 * NR + v * VL, *mn = sc + 8 * NR;
+        const char* values = w + 20 * NR + v * VL * 4;
+        for (int s = 0; s < 8; s++) {
+          const int64_t g = b * 8 + s;
+          vi dot[M];
+          dot_nibbles<M>(values + s * 16 * NR, x, g * 8, dot);
+          const vf scale = vf_mul(d, vf_from_u8(sc + s * NR)), low = vf_mul(dmin, vf_from_u8(mn + s * NR));
+#pragma GCC unroll 12
+          for (int m = 0; m < M; m++) {
+            acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(scale, vf_set1(scales[m][g])), acc[v][m]);
+            acc[v][m] = vf_fma(low, vf_set1(-scales[m][groups + g]), acc[v][m]);
+          }
+        }
+      }
+    }
+  }
+};
+
+struct Q6K {
+  template <int M>
+  BNY_INLINE void run(const char* w, int64_t k, const int32_t* const* x, const float* const* scales, int64_t, vf (&acc)[2][M]) {
+    for (int64_t b = 0; b < k / BLOCK_K; b++, w += Q6K_BYTES) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const vf d = vf_from_f16((const uint16_t*)w + v * VL);
+        const int8_t* sc = (const int8_t*)w + 2 * NR + v * VL;
+        const char* values = w + 18 * NR + v * VL * 4;
+        for (int s = 0; s < 16; s++) {
+          vi dot[M];
+          dot_bytes<M, 4>(values + s * 16 * NR, x, b * 64 + s * 4, dot);
+          const vf scale = vf_mul(d, vf_from_i8(sc + s * NR));
+#pragma GCC unroll 12
+          for (int m = 0; m < M; m++)
+            acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(scale, vf_set1(scales[m][b * 8 + s / 2])), acc[v][m]);
+        }
+      }
+    }
+  }
+};
+
+// One scale a row: integers are summed over all of k.
+struct I8 {
+  template <int M, int P>
+  static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
+    const int32_t* x[M];
+    for (int m = 0; m < M; m++) x[m] = rows.words(row + m);
+    const char* base = t.panel + first * t.stride;
+    const int64_t steps = div_up(t.k, 4);
+    vi acc[M][2 * P];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) acc[m][v] = vi_zero();
+    for (int64_t s = 0; s < steps; s++) {
+#pragma GCC unroll 8
+      for (int v = 0; v < 2 * P; v++) {
+        const vi value = vi_load(base + (v / 2) * t.stride + 8 * NR + s * STEP + (v % 2) * VL * 4);
+#if defined(BNY_VNNI)
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++)  // x + 128 is not negative; 128 times the channel's sum is taken off at the end
+          acc[m][v] = dot_us(acc[m][v], vi_set1(x[m][s] ^ (int32_t)0x80808080), value);
+#else
+        const vi size = abs8(value);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) acc[m][v] = dot_us(acc[m][v], size, sign8(vi_set1(x[m][s]), value));
+#endif
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < 2 * P; v++) {
+      const char* head = base + (v / 2) * t.stride + (v % 2) * VL * 4;
+      const vf scale = vf_load((const float*)head);
+      vf out[M];
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++) {
+        vi sum = acc[m][v];
+#if defined(BNY_VNNI)
+        sum = _mm512_sub_epi32(sum, _mm512_slli_epi32(vi_load(head + 4 * NR), 7));
+#endif
+        out[m] = vf_mul(vf_from_vi(sum), vf_mul(scale, vf_set1(*rows.scales(row + m))));
+      }
+      finish<M>(t, first + v / 2, row, v % 2, out);
+    }
+  }
+};
+
+// This thread's share of [rows in tiles] x [panels], panels the faster index.
+template <class Kernel>
+void run(const bny_linear_t* l, const IntRows& rows, float* y, int64_t ldy, int64_t m) {
+  const int64_t panels = div_up(l->n, NR), tiles = div_up(m, ROWS_PER_TILE);
+  int64_t begin, end;
+  bny_share(tiles * panels, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
+  while (begin < end) {
+    const int64_t tile = begin / panels, panel = begin % panels;
+    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
+    const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
+    const IntRows from{rows.base + first * rows.stride, rows.stride, rows.padded_k, rows.groups};
+    run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, from, last - first);
+    begin += count;
+  }
+}
+
+}  // namespace
+
+void int_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
+  const IntRows rows = rows_of(l, (const char*)scratch);
+  for (int64_t done = 0; done < m; done += ROWS_AT_A_TIME) {
+    const int64_t count = m - done < ROWS_AT_A_TIME ? m - done : ROWS_AT_A_TIME;
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < count; row++) quantize_row(x + (done + row) * ldx, l->k, l->kind != BNY_I8, rows, row);
+    float* out = y + done * ldy;
+    switch (l->kind) {
+      case BNY_I8: run<I8>(l, rows, out, ldy, count); break;
+      case BNY_Q4: run<Grouped<Q4>>(l, rows, out, ldy, count); break;
+      case BNY_Q8: run<Grouped<Q8>>(l, rows, out, ldy, count); break;
+      case BNY_Q4K: run<Grouped<Q4K>>(l, rows, out, ldy, count); break;
+      default: run<Grouped<Q6K>>(l, rows, out, ldy, count); break;
+    }
+    if (done + count < m) {
+#pragma omp barrier  // the rows are overwritten next
+    }
+  }
+}
+
+int64_t int_scratch(const bny_linear_t* l, int64_t m) {
+  return rows_of(l, nullptr).stride * (m < ROWS_AT_A_TIME ? m : ROWS_AT_A_TIME);
+}
