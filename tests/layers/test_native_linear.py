@@ -16,7 +16,13 @@ from banyan.model_executor.gguf_quants import dequantize
 SHAPES = [(1, 1), (3, 7), (16, 32), (33, 96), (70, 130), (192, 576)]  # (n, k): a single value, uneven, whole blocks
 FLOATS = [Kind.F32, Kind.BF16]
 FROM_FLOATS = [*FLOATS, Kind.I8, Kind.Q4]
-BLOCKS = {"Q4_0": (32, 18, (0,)), "Q4_1": (32, 20, (0, 2)), "Q8_0": (32, 34, (0,)), "Q4_K": (256, 144, (0, 2)), "Q6_K": (256, 210, (208,))}
+BLOCKS = {
+    "Q4_0": (32, 18, (0,)),
+    "Q4_1": (32, 20, (0, 2)),
+    "Q8_0": (32, 34, (0,)),
+    "Q4_K": (256, 144, (0, 2)),
+    "Q6_K": (256, 210, (208,)),
+}
 GROUPS = {Kind.I8: 1 << 30}  # values of x that share a scale, else 32
 
 
