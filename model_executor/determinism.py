@@ -13,7 +13,9 @@ import msgspec
 import torch
 from torch import nn
 
+from ..layers.embedding import Embedding
 from ..layers.invariant import InvariantProducts, check_invariance
+from ..layers.linear import Linear
 from .step import RunnerConfig
 
 T = TypeVar("T")
@@ -41,7 +43,9 @@ def check_model(config: RunnerConfig, model: nn.Module) -> None:
     """Raises ValueError if its products are not invariant on this machine although they must be."""
     if config.enable_deterministic_inference:
         with torch.inference_mode():
-            check_invariance(parameter for parameter in model.parameters() if parameter.dim() == 2)
+            check_invariance(
+                module.weight for module in model.modules() if isinstance(module, Linear | Embedding) and module.packed is None
+            )
 
 
 def in_mode(config: RunnerConfig, compute: Callable[[], T]) -> T:
