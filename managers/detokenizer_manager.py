@@ -15,6 +15,7 @@ from .detokenizer import Detokenizer
 from .faults import Faults
 from .io_struct import ShutdownReq, ToDetokenizer
 from .ipc import Receiver, Sender
+from .no_pickle import forbid_unpickling
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,7 @@ def run_detokenizer(config: DetokenizerConfig, ready: Callable[[dict[str, Any]],
     receiver: Receiver[ToDetokenizer] = Receiver(context, config.ipc.detokenizer, ToDetokenizer)
     sender = Sender(context, config.ipc.tokenizer)
     try:
+        forbid_unpickling()
         ready({})
         while True:
             receiver.wait(POLL_INTERVAL)

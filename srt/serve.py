@@ -17,6 +17,7 @@ from ..managers import stacks
 from ..managers.config import SchedulerInfo
 from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
+from ..managers.no_pickle import forbid_unpickling
 from ..managers.tokenizer_manager import TokenizerManager
 from . import tracing
 from .http_server import bind, create_app, make_server
@@ -118,6 +119,7 @@ class _Life:
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
         stacks.install(launched.ipc.directory)
+        forbid_unpickling()
         self._state.processes = launched.group.pids_by_name
         tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
         tracing.install(tm, self._args)
