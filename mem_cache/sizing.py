@@ -25,9 +25,13 @@ def ceil_page(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size) * page_size
 
 
-def kv_bytes_per_token(*, num_layers: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None, elem_size: int) -> int:
-    """layers * kv_heads * (head_dim + v_head_dim) * elem_size; num_kv_heads is that of one rank."""
-    return num_layers * num_kv_heads * (head_dim + (head_dim if v_head_dim is None else v_head_dim)) * elem_size
+def kv_bytes_per_token(
+    *, num_layers: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None, elem_size: int, scale_bytes: int = 0
+) -> int:
+    """layers * kv_heads * ((head_dim + v_head_dim) * elem_size + 2 * scale_bytes); num_kv_heads is that of one rank, scale_bytes
+    what each head of K and of V has besides its elements."""
+    row = (head_dim + (head_dim if v_head_dim is None else v_head_dim)) * elem_size + 2 * scale_bytes
+    return num_layers * num_kv_heads * row
 
 
 def tokens_in(num_bytes: int, bytes_per_token: int, page_size: int) -> int:

@@ -67,6 +67,7 @@ def cache_tokens(
         num_kv_heads=model.num_key_value_heads,
         head_dim=model.head_dim,
         elem_size=dtype.itemsize,
+        scale_bytes=4 if dtype is torch.int8 else 0,
     )
     free, page = available_memory(device), config.page_size
     if config.max_total_tokens is not None:

@@ -22,6 +22,7 @@ from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
 from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
+from .forward import HiddenStates, make_forward, plan_attention, plan_forward
 from .future_map import FutureMap
 from .loader import iter_weights
 from .memory import available_memory, cache_tokens
@@ -34,14 +35,14 @@ from .step import FatalStepError, ModelInfo, RunnerConfig, StepHandle, StepInput
 from .weight_form import plan_weights
 from .weights import dummy_weights, load_weights
 
-DEFAULT_BACKEND = "torch_native"
-
 
 class _Cache:
     """What exists from init_cache on."""
 
-    def __init__(self, builder: BatchBuilder, backend: AttentionBackend, future_map: FutureMap, edits: LogitEdits) -> None:
-        self.builder, self.backend, self.future_map, self.edits = builder, backend, future_map, edits
+    def __init__(
+        self, builder: BatchBuilder, backend: AttentionBackend, forward: HiddenStates, future_map: FutureMap, edits: LogitEdits
+    ) -> None:
+        self.builder, self.backend, self.forward, self.future_map, self.edits = builder, backend, forward, future_map, edits
 
 
 class ModelRunner:
@@ -54,20 +55,21 @@ class ModelRunner:
         self._model_config = load_model_config(config.model_path, context_length=config.context_length, overrides=overrides)
         self._shard = Shard(self._model_config, config.ranks)
         self._processors = load_processors(config.logit_processors)
-        self._make_backend = attention_backend(config.attention_backend or DEFAULT_BACKEND)
         self._cache: _Cache | None = None
         self._closed = False
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         self._draw = ops_of(self._device.device.type).draw
         try:
             self._plan = plan_weights(config, self._model_config.torch_dtype, self._device.device)
+            weights, compute = self._plan.weights, self._plan.compute
+            self._attention = plan_attention(config, self._plan.native, weights=weights, compute=compute)
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
             self._model: DecoderModel | None = self._device.run(self._load)
             num_tokens, pool_why = cache_tokens(
                 config,
                 self._shard.local,
-                dtype=self._plan.compute,
+                dtype=self._attention.kv_dtype,
                 device=self._device.device,
                 free_before_load=free_before_load,
             )
@@ -75,7 +77,9 @@ class ModelRunner:
         except BaseException:
             self._device.close()
             raise
-        self.info = _describe(config, self._model_config, self._device, self._plan.explain | {"pool": pool_why})
+        _, forward_why = plan_forward(self._model, self._plan.native, self._model_config, self._attention.backend)
+        explain = self._plan.explain | self._attention.explain | {"pool": pool_why, "forward": forward_why}
+        self.info = _describe(config, self._model_config, self._device, explain)
 
     def max_cache_tokens(self) -> int:
         return self._num_tokens
@@ -124,15 +128,17 @@ class ModelRunner:
             num_layers=model.num_hidden_layers,
             num_kv_heads=model.num_key_value_heads,
             head_dim=model.head_dim,
-            dtype=self._plan.compute,
+            dtype=self._attention.kv_dtype,
             device=self._device.device,
+            compute_dtype=self._plan.compute,
         )
         future_map = FutureMap(req_to_token.shape[0], self._device.device)
-        backend = self._make_backend(pool)
+        backend = attention_backend(self._attention.backend)(pool)
         bind_attention(self._loaded_model(), backend)
+        forward = make_forward(self._loaded_model(), self._plan.native, self._model_config, backend)
         edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
         builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._draw is not None)
-        return _Cache(builder, backend, future_map, edits)
+        return _Cache(builder, backend, forward, future_map, edits)
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> list[torch.Tensor]:
@@ -186,9 +192,10 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all tokens, [T, hidden]."""
-        self._require_cache().backend.plan(batch)
+        cache = self._require_cache()
+        cache.backend.plan(batch)
         if self._config.ranks.is_first_stage:
-            return self._loaded_model().hidden_states(batch)
+            return cache.forward(batch)
         shape = (len(batch.input_ids), self._model_config.hidden_size)
         received = self._ranks.receive_hidden(shape, self._plan.compute, self._device.device)
         return self._loaded_model().hidden_states(batch, received)
@@ -215,8 +222,6 @@ def _parse_overrides(text: str) -> dict[str, object]:
 
 
 def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain: dict[str, str]) -> ModelInfo:
-    backend_why = "as given" if config.attention_backend else "default of every device"
-    backend = config.attention_backend or DEFAULT_BACKEND
     return ModelInfo(
         model_type=model.model_type,
         architectures=[model.architecture],
@@ -226,9 +231,9 @@ def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain:
         bos_token_id=model.bos_token_id,
         dtype=explain["dtype"].split(" ", 1)[0],
         device=device.device.type,
-        attention_backend=backend,
+        attention_backend=explain["attention_backend"].split(" ", 1)[0],
         load_format=config.load_format,
         logit_processors=sorted(config.logit_processors),
         stages=config.ranks.pp_size,
-        explain=device.explain | explain | {"attention_backend": f"{backend} ({backend_why})"},
+        explain=device.explain | explain,
     )

@@ -104,6 +104,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None  # int8 | int4 | gguf
     context_length: int | None = None
     attention_backend: str | None = None
+    kv_cache_dtype: str = "auto"  # auto | float32 | bfloat16 | int8
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None

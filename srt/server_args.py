@@ -216,6 +216,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     # Kernels
     attention_backend: Annotated[str | None, Meta(description="Attention implementation, if not the best for the device")] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "int8"],
+        Meta(description="Type of the KV cache; auto: that of the weights; int8: with a scale for each token and head"),
+    ] = "auto"
     enable_deterministic_inference: Annotated[
         bool,
         Meta(
@@ -397,6 +401,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             quantization=self.quantization,
             context_length=self.context_length,
             attention_backend=self.attention_backend,
+            kv_cache_dtype=self.kv_cache_dtype,
             mem_fraction_static=self.mem_fraction_static,
             max_total_tokens=self.max_total_tokens,
             max_running_requests=self.max_running_requests,
