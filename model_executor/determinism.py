@@ -19,7 +19,7 @@ from ..layers.linear import Linear
 from .step import RunnerConfig
 
 T = TypeVar("T")
-BACKENDS = ("torch_invariant",)  # attention whose order of summing follows from a query's position
+BACKENDS = ("torch_invariant", "cpu")  # attention whose order of summing follows from a query's position
 
 
 def determined(config: RunnerConfig) -> RunnerConfig:
