@@ -101,6 +101,11 @@ class ChildProcess:
             self._thread.join(timeout)
         return self.dead
 
+    @property
+    def ended_well(self) -> bool:
+        """It is dead, by itself and with status 0."""
+        return self.dead and self.error is None and self._process.returncode == 0
+
     def cause_of_death(self) -> str:
         """One line."""
         if self.error is not None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from ..managers.chat_template import ChatTemplate
-from ..managers.errors import RequestError
+from ..managers.errors import RequestError, StartError
 from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
 from ..managers.sessions import OpenSession
@@ -75,6 +75,8 @@ class Engine:
     def __init__(self, *, server_args: ServerArgs | None = None, **options: Any) -> None:
         begin = time.monotonic()
         self.server_args = server_args or ServerArgs.from_kwargs({"log_level": "error", **options})
+        if self.server_args.node_rank > 0:
+            raise StartError("an Engine is rank 0; start the other machines with banyan serve --node-rank.")
         self._launched = launch(self.server_args)
         self._closing = threading.Lock()
         try:
@@ -88,7 +90,7 @@ class Engine:
             self._launched,
             self.tokenizer_manager,
             self._thread.loop,
-            budget=self.server_args.restart_budget,
+            budget=self.server_args.restarts,
             watchdog=self.server_args.watchdog_timeout,
             give_up=self.tokenizer_manager.fail,
         )

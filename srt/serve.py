@@ -26,6 +26,7 @@ from .launcher import Launched, launch
 from .server_args import ServerArgs, options
 from .server_state import ServerState
 from .supervisor import Supervisor
+from .worker_node import serve_ranks
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def serve(args: ServerArgs) -> int:
 
     The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may finish. The second ends at once.
     """
+    if args.node_rank > 0:
+        return serve_ranks(args)
     sock = bind(args.host, args.port)  # before a model is loaded for minutes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_Life(args, sock).run())
@@ -132,7 +135,7 @@ class _Life:
             loop.call_soon_threadsafe(self._died, error)
 
         self._supervisor = Supervisor(
-            launched, tm, loop, budget=self._args.restart_budget, watchdog=self._args.watchdog_timeout, give_up=on_death
+            launched, tm, loop, budget=self._args.restarts, watchdog=self._args.watchdog_timeout, give_up=on_death
         )
         self._supervisor.start()
         if not self._args.skip_server_warmup:

@@ -364,6 +364,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         if self.tokenizer_path is not None and not os.path.exists(self.tokenizer_path):
             raise StartError(f"--tokenizer-path: no file or folder {self.tokenizer_path!r}.")
 
+        if self.nnodes == 1 and self.node_rank:
+            raise StartError(f"--node-rank {self.node_rank} needs --nnodes above {self.node_rank}.")
         if self.nnodes > 1:
             if self.dp_size > 1:
                 raise StartError("--dp-size above 1 needs --nnodes 1: replicas of several machines are servers of their own.")
@@ -383,6 +385,11 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             timeout=self.dist_timeout,
             check=self.check_decisions,
         )
+
+    @property
+    def restarts(self) -> int:
+        """Times that the engine may start its processes again: of several machines none can start those of the others."""
+        return self.restart_budget if self.nnodes == 1 else 0
 
     @property
     def served_name(self) -> str:
