@@ -36,7 +36,8 @@ def rank_configs(base: SchedulerConfig, layout: Layout) -> list[SchedulerConfig]
         )
         runner = msgspec.structs.replace(base.runner, ranks=spec)
         record = f"{base.record_decisions}.rank{rank}" if base.record_decisions and rank else base.record_decisions
-        configs.append(msgspec.structs.replace(base, runner=runner, links=links, record_decisions=record))
+        level = "warning" if rank and base.log_level == "info" else base.log_level  # rank 0 tells what all do
+        configs.append(msgspec.structs.replace(base, runner=runner, links=links, record_decisions=record, log_level=level))
     return configs
 
 

@@ -72,7 +72,7 @@ def test_two_machines_serve_and_end_when_the_cable_is_pulled(
     machines: tuple[str, str], model: str, tmp_path: Path, shape: str
 ) -> None:
     command = [sys.executable, "-m", "banyan", "serve", "--model-path", model, "--dtype", "float32", shape, "2", "--nnodes", "2"]
-    command += ["--dist-init-addr", "10.77.0.1:7100", "--max-total-tokens", "512", "--check-decisions"]
+    command += ["--dist-init-addr", "10.77.0.1:7100", "--max-total-tokens", "512", "--check-decisions", "--dist-timeout", "12"]
     environment = {**os.environ, "BANYAN_DIST_TOKEN": "a secret of this test", "OMP_NUM_THREADS": "1"}
     logs = [tmp_path / f"log{rank}" for rank in (0, 1)]
     processes: list[Any] = []
