@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -31,7 +32,8 @@ async def chat_completions(request: Request) -> Response:
     apply_headers(request, body)
     model = check_model(tm, body.model)
     names = {"reasoning_parser": tm.config.reasoning_parser, "tool_call_parser": tm.config.tool_call_parser}
-    plan = plan_chat(body, state.chat_template, tm.tokenizer, names)
+    work = partial(plan_chat, body, state.chat_template, tm.tokenizer, names)
+    plan = await asyncio.to_thread(work) if body.tools else work()  # schemas may be large
     if body.stream:
         reply = Reply("chatcmpl", "chat.completion.chunk", model, plan.warning)
         return await event_stream(request, _chunks(state, body, plan, reply), openai=True, headers=reply.headers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from ...managers.chat_template import RESERVED_KWARGS, ChatTemplate
@@ -62,7 +63,21 @@ def rendered(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBody
 def _message(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(message.get("reasoning"), str):  # another spelling
         message.setdefault("reasoning_content", message["reasoning"])
+    for call in message.get("tool_calls", []):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            function["arguments"] = _unescaped(function["arguments"])
     return {**message, "role": message["role"].lower()}
+
+
+def _unescaped(arguments: str) -> Any:
+    """Arguments in which a control token may hide behind escapes, as the object that they are."""
+    if "\\" not in arguments:
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
 
 
 def template_variables(body: ChatBody) -> dict[str, Any]:

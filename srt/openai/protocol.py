@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...managers.errors import RequestError
 from ...managers.io_struct import CacheHint
-from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec
+from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec, check_depth
 
 MAX_N = 128
 OFF: tuple[Any, ...] = (None, False, [], {})  # values that mean "not wanted" for every field
@@ -310,6 +310,12 @@ class ChatBody(GenerateBody):
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     special_tokens_in_content: bool = False  # texts in messages may hold control tokens
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any]) -> Self:
+        for name in ("messages", "tools", "chat_template_kwargs"):
+            check_depth(name, values.get(name))
+        return super().parse(values)
 
     def token_limit(self) -> int | None:
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

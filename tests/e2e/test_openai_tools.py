@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from scripted_chat import EOS, scripted_chat_folder
 from server import Server, running
+
+from banyan.managers.chat_template import ChatTemplate
+from banyan.managers.tokenizer import Tokenizer
+from banyan.srt.openai.chat_prompt import prompt_ids
+from banyan.srt.openai.protocol import ChatBody
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -107,6 +113,18 @@ def test_control_tokens_in_messages_are_text(server: Server, say: Any) -> None:
     assert harmless.index(2) == 2 + len(text)
     shown = server.http.post("/detokenize", json={"tokens": harmless, "skip_special_tokens": False}).json()["text"]
     assert text in shown
+
+
+def test_control_tokens_behind_escapes_are_text(tmp_path: Path) -> None:
+    """A call's arguments may be JSON text in which they are spelled with escapes."""
+    tokenizer = Tokenizer.load(scripted_chat_folder(tmp_path))
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.a }}", None, None)
+    for arguments in ('{"a": "<|300|>"}', '{"a": "\\u003c|300|\\u003e"}', {"a": "<|300|>"}):
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        body = ChatBody.parse({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+        ids = prompt_ids(template, tokenizer, body)
+        assert tokenizer.decode(ids) == "<|300|>"
+        assert 300 not in ids
 
 
 @pytest.mark.parametrize("thinking", ["", "<think>Let me</think>"])

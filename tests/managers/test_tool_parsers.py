@@ -324,6 +324,17 @@ def test_any_chunking_of_anything_is_the_whole(name: str, bits: list[str], seed:
         assert parse(name, pieces)[0] == whole
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@settings(max_examples=1000, deadline=None)
+@given(st.lists(st.sampled_from(BITS), max_size=60), st.integers(0, 1 << 30))
+def test_any_chunking_of_much_more(name: str, bits: list[str], seed: int) -> None:
+    text = "".join(bits)
+    whole, _, _ = parse(name, [text])
+    for pieces in (list(text), cut(text, seed)):
+        assert parse(name, pieces)[0] == whole
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.sampled_from(sorted(FORMATS)),

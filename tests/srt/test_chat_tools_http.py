@@ -309,3 +309,29 @@ def test_separate_reasoning(served: Any) -> None:
     assert served.client.post("/separate_reasoning", json=body).json() == {"reasoning_text": "a", "text": "b"}
     reply = served.client.post("/separate_reasoning", json={"text": "a"})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "reasoning_parser")
+
+
+def nested(depth: int, leaf: Any) -> Any:
+    value = leaf
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [60, 99, 300, 600])
+def test_deep_nesting_is_refused(chat: Any, served: Any, depth: int) -> None:
+    schema = {"type": "object", "properties": nested(depth, {"type": "string"})}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    call = {"type": "function", "function": {"name": "f", "arguments": nested(depth, 1)}}
+    served.manager.tokenizer.chat_templates = {"default": "{% for t in tools or [] %}{% endfor %}x"}
+    served.state.attach(served.manager)
+    for body in (
+        {"messages": CHAT, "tools": [tool]},
+        {"messages": CHAT, "tools": [tool], "tool_choice": "required"},
+        {"messages": [*CHAT, {"role": "assistant", "tool_calls": [call]}]},
+        {"messages": [{**CHAT[0], "extra": nested(depth, 1)}]},
+        {"messages": CHAT, "chat_template_kwargs": nested(depth, 1)},
+    ):
+        reply = served.client.post("/v1/chat/completions", json=body)
+        assert reply.status_code == (200 if depth < 70 else 400) or depth == 99, (list(body), reply.text[:200])
+        assert reply.status_code == 200 or "nested" in reply.json()["message"]
