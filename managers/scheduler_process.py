@@ -44,6 +44,7 @@ from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
 from .scheduler import Scheduler
 from .session_holds import SessionHolds
+from .start_clock import StartClock
 from .stats import SchedulerStats
 from .step_log import StepLog
 from .tokenizer import Tokenizer
@@ -56,14 +57,16 @@ DEFAULT_CHUNK = {"cpu": 512, "cuda": 4096}
 
 def run_scheduler(config: SchedulerConfig, reports: Reports) -> None:
     """Serve until ShutdownReq. reports(info) is called once requests could be served; what raises ends the process."""
+    clock = StartClock()
     faults = Faults.from_env()
     if faults.value("load_fail"):
         raise RuntimeError("BANYAN_FAULTS: load_fail")
     runner = create_runner(config.runner)
+    clock.lap("weights")
     context = zmq.Context()
     failed = True
     try:
-        _serve(config, reports, runner, context)
+        _serve(config, reports, runner, context, clock)
         failed = False
     finally:
         if not failed or config.runner.ranks.world_size == 1:  # else a step may wait for a rank that is no more
@@ -71,7 +74,7 @@ def run_scheduler(config: SchedulerConfig, reports: Reports) -> None:
         context.destroy(linger=1000)
 
 
-def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: zmq.Context[Any]) -> None:
+def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: zmq.Context[Any], clock: StartClock) -> None:
     tokenizer = Tokenizer.load(config.tokenizer_path, encoder=False)
     info, memory = build_memory(config, runner, tokenizer)
     group = RankGroup(config, context)
@@ -107,6 +110,7 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
     group.start(reports.fatal)
     if group.leads:
         threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
+    logger.info("The scheduler is ready after %s", clock.lap("caches"))
     reports(msgspec.to_builtins(info))
     try:
         while not control.shutdown:

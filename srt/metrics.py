@@ -244,8 +244,10 @@ def _own(state: ServerState, tm: TokenizerManager, labels: Labels) -> Iterator[M
         (),
     )
     yield _total("banyan:metrics_clamped", "Values that were negative or no number", labels, [((), stats.clamped.count)], ())
-    if state.startup_time is not None:
-        yield _gauge("sglang:startup_time_seconds", "From the start to readiness", {**labels, "phase": "total"}, state.startup_time)
+    startup = GaugeMetricFamily("sglang:startup_time_seconds", "Phases of the start", labels=[*labels, "phase"])
+    for phase, seconds in {**state.clock.phases, "total": state.startup_time or 0.0}.items():
+        startup.add_metric([*labels.values(), phase], seconds)
+    yield startup
 
 
 def _http(counts: HttpCounts) -> Iterator[Metric]:

@@ -119,8 +119,10 @@ class _Life:
             raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
 
     async def _start(self) -> None:
+        clock = self._state.clock
         launched = await asyncio.to_thread(launch, self._args)
         self._launched = launched
+        clock.lap("processes")
         stacks.install(launched.ipc.directory)
         forbid_unpickling()
         self._state.processes = launched.group.pids_by_name
@@ -128,6 +130,7 @@ class _Life:
         tracing.install(tm, self._args)
         self._state.attach(tm)
         tm.start_loop()
+        clock.lap("tokenizer")
         loop = asyncio.get_running_loop()
 
         def on_death(error: EngineDeadError) -> None:
@@ -140,10 +143,12 @@ class _Life:
         self._supervisor.start()
         if not self._args.skip_server_warmup:
             await _warm_up(tm)
+        clock.lap("warm-up")
         self._supervisor.allow()
         self._state.mark_ready()
         host, port = self._sock.getsockname()[:2]
         log.info("Serving %s on http://%s:%d", tm.config.served_model_name, f"[{host}]" if ":" in host else host, port)
+        log.info("Started in %s", clock)
         log.info(READY_MESSAGE)
 
     def _died(self, error: EngineDeadError) -> None:

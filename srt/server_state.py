@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
 from ..managers.request_gate import QUEUE_FULL_MESSAGE
+from ..managers.start_clock import StartClock
 from .http_metrics import HttpCounts
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class ServerState:
         self.created = int(time.time())
         self.startup_time: float | None = None
         self.http_counts = HttpCounts()
+        self.clock = StartClock()
         self.leaving = False  # a signal came: there is no way back from draining
         self.processes: Callable[[], dict[str, int]] | None = None  # pids of the children by name
         self._begin = time.monotonic()
