@@ -192,7 +192,7 @@ class Chaos:
             seconds = median_seconds(server)
             server.process.send_signal(signal.SIGTERM)
             begin = time.monotonic()
-            status = server.end()
+            status = server.process.wait(90)
             ended = time.monotonic() - begin
             for connection in connections:
                 connection.close()

@@ -27,6 +27,7 @@ import msgspec
 from . import stacks
 from .config import ControllerConfig, DetokenizerConfig, SchedulerConfig
 from .errors import StartError
+from .log_limit import limit_repeats
 from .reports import Reports, leave
 
 # name -> (module, function, type of config); imported only in the child that runs it
@@ -88,6 +89,7 @@ def _watch_parent(stdin: BinaryIO, config: Any) -> None:
 
 def _set_up_log(config: Any) -> None:
     logging.basicConfig(level=config.log_level.upper(), format="[%(asctime)s] %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+    limit_repeats()
 
 
 def main() -> NoReturn:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..managers.errors import BanyanError, EngineDeadError, StartError
+from ..managers.log_limit import limit_repeats
 from ..version import __version__
 from .cli_tools import add_commands
 from .server_args import ServerArgs, add_arguments
@@ -124,3 +125,4 @@ def _version(parser: argparse.ArgumentParser, options: argparse.Namespace) -> in
 
 def _set_up_log(level: str) -> None:
     logging.basicConfig(level=level.upper(), format=LOG_FORMAT, datefmt=DATE_FORMAT, stream=sys.stderr)
+    limit_repeats()

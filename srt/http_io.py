@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
+BODY_STALL = 20.0  # seconds between two parts of a body
 THREAD_BYTES = 128 << 10  # bodies above are parsed off the event loop
 CLIENT_GONE = 499  # never seen by a client: it has gone
 DONE = b"data: [DONE]\n\n"
@@ -36,17 +37,24 @@ class JSONReply(JSONResponse):
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestError 413 as soon as it is known to be too long."""
+    """The whole body. Raises RequestError 413 as soon as it is known to be too long, 408 if its next part does not come."""
     length = request.headers.get("content-length", "")
     if length.isdigit() and int(length) > MAX_BODY_BYTES:
         raise _too_large()
     parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise _too_large()
-        parts.append(part)
+    clock = asyncio.get_running_loop().time
+    try:
+        async with asyncio.timeout(BODY_STALL) as limit:
+            async for part in request.stream():
+                size += len(part)
+                if size > MAX_BODY_BYTES:
+                    raise _too_large()
+                parts.append(part)
+                limit.reschedule(clock() + BODY_STALL)
+    except TimeoutError:
+        message = f"Nothing more of the body came for {BODY_STALL:.0f} s."
+        raise RequestError(message, status_code=408, err_type="RequestTimeoutError") from None
     return b"".join(parts)
 
 

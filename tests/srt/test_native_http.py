@@ -297,3 +297,16 @@ def test_a_client_that_goes_in_the_middle_of_its_body_is_no_error(served: Any, c
         sock.sendall(b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{"text": ')
     assert post(served, "/generate", {"text": "a"}).status_code == 200
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_body_that_does_not_come_is_408(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("banyan.srt.http_io.BODY_STALL", 0.2)
+    host, port = served.client.base_url.host, served.client.base_url.port
+    with socket.create_connection((host, port)) as connection:
+        connection.settimeout(20)
+        connection.sendall(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        received = b""
+        while part := connection.recv(65536):  # until the server closes
+            received += part
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert b"RequestTimeoutError" in received
