@@ -41,6 +41,7 @@ struct Work {
   std::vector<int64_t> part_of;         // of each request: its first tile's place in parts, -1 where it is not cut
   std::vector<int64_t> first_tile;      // of each request that is cut
   std::vector<int64_t> num_tiles;
+  float *shared_states, *parts;
 };
 
 // Per-thread memory that lives on from call to call.
@@ -55,7 +56,7 @@ struct Scratch {
   }
 };
 thread_local Scratch scratch;
-std::vector<float> shared_states, parts;  // one forward pass at a time runs in a process
+thread_local std::vector<float> shared_memory, parts_memory;  // of the thread that calls, used by all that help it
 
 int64_t first_key(const bny_kv& kv, int64_t position) { return kv.window > 0 ? std::max<int64_t>(0, position - kv.window + 1) : 0; }
 
@@ -127,12 +128,12 @@ void load_queries(const Work& w, const Block& b, float* q) {
 }
 
 float* shared_state(const Work& w, int64_t request, int64_t head) {
-  return shared_states.data() + (request * w.kv.heads + head) * state_size(w.P);
+  return w.shared_states + (request * w.kv.heads + head) * state_size(w.P);
 }
 
 float* part_state(const Work& w, int64_t request, int64_t tile, int64_t head) {
   const int64_t place = w.part_of[request] + tile - w.first_tile[request];
-  return parts.data() + (place * w.kv.heads + head) * state_size(w.P);
+  return w.parts + (place * w.kv.heads + head) * state_size(w.P);
 }
 
 // Where the state of query (h, i, g) of a block starts from, and where it goes.
@@ -256,7 +257,7 @@ void plan_decode(Work& w, int64_t b, int64_t num_decodes, int threads) {
   const int64_t each = std::max<int64_t>(1, (end - begin + wanted - 1) / wanted);
   const bool cut = threads > 1 && end - begin > each;
   if (cut) {
-    w.part_of[b] = (int64_t)parts.size();  // in tiles until all are known
+    w.part_of[b] = 0;  // until all are known
     w.first_tile[b] = begin, w.num_tiles[b] = end - begin;
   }
   for (int h = 0; h < w.kv.kv_heads; h++)
@@ -293,8 +294,9 @@ int64_t plan(Work& w, int threads) {
       if (w.part_of[b] >= 0) w.part_of[b] = num_parts, num_parts += w.num_tiles[b];
     }
   const int64_t each = w.kv.heads * state_size(w.P);
-  if ((int64_t)parts.size() < num_parts * each) parts.resize(num_parts * each);
-  if (!w.first.empty() && (int64_t)shared_states.size() < step.num_requests * each) shared_states.resize(step.num_requests * each);
+  if ((int64_t)parts_memory.size() < num_parts * each) parts_memory.resize(num_parts * each);
+  if (!w.first.empty() && (int64_t)shared_memory.size() < step.num_requests * each) shared_memory.resize(step.num_requests * each);
+  w.parts = parts_memory.data(), w.shared_states = shared_memory.data();
   return work < SMALL ? 1 : threads;
 }
 
@@ -306,7 +308,7 @@ extern "C" {
 void bny_attention(const bny_kv* kv, const bny_step* step, const float* q, int64_t q_stride, float* out, int64_t out_stride) {
   using namespace bny;
   const size_t n = step->num_requests;
-  Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, {}, {}, {}, {}};
+  Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, {}, {}, {}, {}, nullptr, nullptr};
   w.shared_tiles.assign(n, 0), w.part_of.assign(n, -1), w.first_tile.assign(n, 0), w.num_tiles.assign(n, 0);
   const int threads = (int)plan(w, omp_get_max_threads());
   bool cut = false;
