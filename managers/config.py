@@ -29,7 +29,7 @@ class RankLinks(msgspec.Struct, frozen=True, kw_only=True):
     turns: str = ""
     watch: str = ""
     token: str = ""
-    silence: float = 20.0  # seconds without a sign of life after which a rank counts as lost
+    silence: float = 15.0  # seconds without a sign of life after which a rank counts as lost
     check: bool = False  # compare every decision
 
 
@@ -42,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     node_rank: int = 0
     address: str = ""  # host:port of the first machine; the two ports after it are used too
     token: str = ""
-    timeout: float = 20.0
+    timeout: float = 15.0
     check: bool = False
     replica: int = 0
     num_replicas: int = 1  # on this machine

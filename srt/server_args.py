@@ -278,7 +278,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = None
     dist_timeout: Annotated[
         Seconds, Meta(description="Seconds without a sign of life after which a rank counts as lost and its group ends")
-    ] = 20.0
+    ] = 15.0
     check_decisions: Annotated[
         bool, Meta(description="Compare every decision of every rank with rank 0's, and end at the first difference")
     ] = False
