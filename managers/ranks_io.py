@@ -8,6 +8,7 @@ token, so that who does not know the token can neither speak nor read.
 from __future__ import annotations
 
 import hashlib
+import socket as socketlib
 from typing import Any
 
 import msgspec
@@ -71,8 +72,17 @@ def leader_socket(context: zmq.Context[Any], address: str, token: str) -> zmq.So
     if token:
         socket.set(zmq.CURVE_SERVER, 1)
         socket.set(zmq.CURVE_SECRETKEY, curve_keys(token)[1])
-    socket.bind(address)
+    socket.bind(numeric(address))
     return socket
+
+
+def numeric(address: str) -> str:
+    """The address with a number instead of a host's name: a socket cannot be bound to a name."""
+    scheme, _, place = address.partition("://")
+    host, _, port = place.rpartition(":")
+    if scheme != "tcp" or not any(letter.isalpha() for letter in host) or ":" in host:
+        return address
+    return f"tcp://{socketlib.gethostbyname(host)}:{port}"
 
 
 def follower_socket(context: zmq.Context[Any], address: str, token: str, rank: int) -> zmq.Socket[Any]:

@@ -27,7 +27,7 @@ from banyan.managers.io_struct import AbortReq, FinishReason, GenerateReq, Token
 from banyan.managers.rank_group import digests
 from banyan.managers.rank_layout import rank_configs, rank_name
 from banyan.managers.rank_watch import RankWatch
-from banyan.managers.ranks_io import curve_keys, follower_socket, leader_socket
+from banyan.managers.ranks_io import curve_keys, follower_socket, leader_socket, numeric
 from banyan.managers.sampling_params import SamplingParams
 from banyan.managers.scheduler_process import build_memory, build_scheduler
 from banyan.model_executor.factory import create_runner
@@ -323,6 +323,12 @@ def test_who_does_not_know_the_token_is_not_heard() -> None:
         for socket in (leader, friend, *strangers):
             socket.close(linger=0)
         context.destroy(linger=0)
+
+
+def test_rank_0_listens_where_its_name_leads() -> None:
+    assert numeric("tcp://localhost:7001") == "tcp://127.0.0.1:7001"
+    for address in ("tcp://10.0.0.1:7001", "tcp://*:7001", "tcp://[fe80::1]:7001", "ipc:///tmp/a:b"):
+        assert numeric(address) == address
 
 
 def test_the_ranks_of_each_machine() -> None:
