@@ -62,7 +62,7 @@ def run_scheduler(config: SchedulerConfig, reports: Reports) -> None:
     if faults.value("load_fail"):
         raise RuntimeError("BANYAN_FAULTS: load_fail")
     runner = create_runner(config.runner)
-    clock.lap("weights")
+    clock.lap("model")
     context = zmq.Context()
     failed = True
     try:
