@@ -158,9 +158,9 @@ def all_gone(children: dict[str, psutil.Process]) -> bool:
 
 
 @contextmanager
-def running(model: str, folder: Path, *options: str, faults: str = "") -> Iterator[Server]:
+def running(model: str, folder: Path, *options: str, faults: str = "", load_format: str = "oracle") -> Iterator[Server]:
     """A ready server for many tests, which must be well before and after them, log no exception and leave nothing."""
-    server = Server(model, folder, *options, faults=faults)
+    server = Server(model, folder, *options, faults=faults, load_format=load_format)
     try:
         server.wait_ready()
         yield server

@@ -1,0 +1,200 @@
+"""The example programs through the frontend language, and the same calls made plainly over HTTP.
+
+    python benchmarks/bench_frontend.py [--programs essay_judge,react] [--write docs/frontend.md] [--json FILE]
+
+Each program runs three times on an empty cache: through the language; as sequential calls in the order of the program; as calls at
+once, each sent when the calls that ended before it in the language's run have ended. A plain `select` is one call per choice.
+
+"Distinct" is what a perfect cache would compute: the tokens of all prompts as a tree, less those that were generated before. A prompt
+that is there already still has its last token computed, since its logits are asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from marked_block import write_block
+from report import ROOT, environment, environment_lines, number, publish, table
+from server_process import running_server
+
+from banyan.lang.backend.runtime_endpoint import RuntimeEndpoint
+
+EXAMPLES = ROOT / "examples"
+PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+HEAD = ["program", "calls", "wall s", "prompt tokens", "cached", "computed", "distinct", "wall / language"]
+WAYS = ("language", "sequential HTTP", "concurrent HTTP")
+
+
+@dataclass(slots=True)
+class Call:
+    """One request to /generate."""
+
+    body: dict[str, Any]
+    start: float
+    end: float
+    answers: list[dict[str, Any]]
+
+
+class Recording(RuntimeEndpoint):
+    """A backend that keeps its calls."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.calls: list[Call] = []
+        self._calls_lock = threading.Lock()
+
+    def post(self, body: dict[str, Any]) -> Any:
+        start = time.perf_counter()
+        answer = super().post({**body, "return_prompt_token_ids": True})
+        call = Call(body, start, time.perf_counter(), answer if isinstance(answer, list) else [answer])
+        with self._calls_lock:
+            self.calls.append(call)
+        return answer
+
+
+def example(name: str) -> ModuleType:
+    """The module of an example program."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    if spec is None or spec.loader is None:
+        raise ValueError(f"no example {name!r}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def through_the_language(url: str, name: str) -> tuple[float, list[Call]]:
+    """(seconds, calls in the order of their start)."""
+    module, backend = example(name), Recording(url)
+    begin = time.perf_counter()
+    for state in module.PROGRAM.run_batch(module.ITEMS, backend=backend, temperature=0):
+        if (error := state.error()) is not None:
+            raise error
+    seconds = time.perf_counter() - begin
+    backend.shutdown()
+    return seconds, sorted(backend.calls, key=lambda call: call.start)
+
+
+def plain(calls: Sequence[Call]) -> list[tuple[Call, list[dict[str, Any]]]]:
+    """What somebody without the language would send for each call: no requests for the cache's sake, a request per choice."""
+    kept: list[tuple[Call, list[dict[str, Any]]]] = []
+    for call in calls:
+        scores = call.body.get("return_logprob", False)
+        if call.body["sampling_params"]["max_new_tokens"] == 0 and not scores:
+            continue
+        texts = call.body["text"] if isinstance(call.body["text"], list) else [call.body["text"]]
+        kept.append((call, [{**call.body, "text": text} for text in texts]))
+    return kept
+
+
+def sequential(endpoint: Recording, calls: Sequence[Call]) -> float:
+    """Seconds."""
+    begin = time.perf_counter()
+    for _, bodies in plain(calls):
+        for body in bodies:
+            endpoint.post(body)
+    return time.perf_counter() - begin
+
+
+def concurrent(endpoint: Recording, calls: Sequence[Call]) -> float:
+    """Seconds. A call waits for those that had ended when it began, so for whatever its text was made of."""
+    work = plain(calls)
+    done: dict[int, Future[None]] = {id(call): Future() for call, _ in work}
+    begin = time.perf_counter()
+
+    def run(call: Call, bodies: list[dict[str, Any]], pool: ThreadPoolExecutor) -> None:
+        for earlier, _ in work:
+            if earlier.end <= call.start:
+                done[id(earlier)].result()
+        list(pool.map(endpoint.post, bodies))
+        done[id(call)].set_result(None)
+
+    with ThreadPoolExecutor(256) as callers, ThreadPoolExecutor(256) as pool:
+        for future in [callers.submit(run, call, bodies, pool) for call, bodies in work]:
+            future.result()
+    return time.perf_counter() - begin
+
+
+def distinct_tokens(calls: Sequence[Call]) -> int:
+    """Prompt tokens that no earlier call had in the same place of the tree, as prompt or as output; at least one a prompt."""
+    tree: dict[int, Any] = {}
+    count = 0
+    for call in calls:
+        for answer in call.answers:
+            node, new = tree, 0
+            for token in answer["prompt_token_ids"]:
+                new += token not in node
+                node = node.setdefault(token, {})
+            count += max(new, 1)
+            for token in answer["output_ids"]:
+                node = node.setdefault(token, {})
+    return count
+
+
+def figures(seconds: float, calls: Sequence[Call]) -> dict[str, float]:
+    metas = [answer["meta_info"] for call in calls for answer in call.answers]
+    prompt, cached = (sum(meta[name] for meta in metas) for name in ("prompt_tokens", "cached_tokens"))
+    counts = {"calls": len(metas), "prompt_tokens": prompt, "cached_tokens": cached, "computed_tokens": prompt - cached}
+    return {"seconds": seconds, **counts, "distinct_tokens": distinct_tokens(calls)}
+
+
+def measure(url: str, name: str) -> dict[str, dict[str, float]]:
+    """Figures by way. The cache is empty before each."""
+    endpoint = RuntimeEndpoint(url)
+    endpoint.flush_cache()
+    seconds, calls = through_the_language(url, name)
+    result = {WAYS[0]: figures(seconds, calls)}
+    for way, run in zip(WAYS[1:], (sequential, concurrent), strict=True):
+        endpoint.flush_cache()
+        backend = Recording(url)
+        seconds = run(backend, calls)
+        result[way] = figures(seconds, sorted(backend.calls, key=lambda call: call.start))
+        backend.shutdown()
+    endpoint.shutdown()
+    return result
+
+
+def row(name: str, way: str, of: dict[str, float], language: dict[str, float]) -> list[str]:
+    counts = [number(int(of[key])) for key in ("prompt_tokens", "cached_tokens", "computed_tokens", "distinct_tokens")]
+    label = f"{name}, {way}"
+    return [label, number(int(of["calls"])), number(of["seconds"]), *counts, number(of["seconds"] / language["seconds"])]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model-path", default="smollm2")
+    parser.add_argument("--load-format", default="auto")
+    parser.add_argument("--programs", default=",".join(PROGRAMS), help=f"of {', '.join(PROGRAMS)} (default: all)")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the marks of bench_frontend of a page")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    args = parser.parse_args(argv)
+    facts = environment()
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    options = ["--load-format", args.load_format, "--log-level", "warning"]
+    with running_server(args.model_path, options, start_timeout=300) as url:
+        warm = RuntimeEndpoint(url)
+        warm.post({"text": "hello", "sampling_params": {"max_new_tokens": 4}})
+        for name in args.programs.split(","):
+            results[name] = measure(url, name)
+            warm.flush_cache()
+        warm.shutdown()
+    lines = [row(name, way, of, ways[WAYS[0]]) for name, ways in results.items() for way, of in ways.items()]
+    report = {"environment": facts, "setting": {"model": args.model_path}, "result": results}
+    publish(report, HEAD, lines, args.json)
+    if args.write is not None:
+        notes = "".join(f"    {line}\n" for line in environment_lines(facts))
+        write_block(args.write, "bench_frontend", table(HEAD, lines) + "\n\n" + notes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
