@@ -5,7 +5,7 @@
 Each program runs three times on an empty cache: through the language; as sequential calls in the order of the program; as calls at
 once, each sent when the calls that ended before it in the language's run have ended. A plain `select` is one call per choice.
 
-"Distinct" is what a perfect cache would compute: the tokens of all prompts as a tree, less those that were generated before. A prompt
+"Distinct" is what a perfect cache would compute: the tokens of all prompts as a tree, less what was generated before. A prompt
 that is there already still has its last token computed, since its logits are asked for.
 """
 
