@@ -42,6 +42,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
 
     text: str | list[str] | None = None
     input_ids: Sequence[int | Sequence[int]] | None = None
+    continuations: list[str | list[int]] | None = None  # of the one prompt; the answer has one item for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
     rid: str | list[str] | None = None
     stream: bool = False

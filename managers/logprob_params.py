@@ -39,15 +39,17 @@ def logprob_plans(request: GenerateInput, num_prompts: int, *, max_top_num: int,
     ]
 
 
-def with_start(params: LogprobParams | None, num_prompt: int) -> LogprobParams | None:
-    """With the start that -1 stands for. Raises RequestError for one behind the prompt."""
+def with_start(params: LogprobParams | None, num_prompt: int, *, default: int | None = None) -> LogprobParams | None:
+    """With the start that -1 stands for: ``default``, else none of the prompt. Raises RequestError for one behind the prompt."""
     if params is None:
         return None
     if params.start_len > num_prompt:
         raise RequestError(
             f"logprob_start_len ({params.start_len}) is behind the prompt ({num_prompt} tokens).", param="logprob_start_len"
         )
-    return msgspec.structs.replace(params, start_len=num_prompt if params.start_len < 0 else params.start_len)
+    if params.start_len >= 0:
+        return params
+    return msgspec.structs.replace(params, start_len=num_prompt if default is None else default)
 
 
 def _token_ids(given: list[Any] | None, num_prompts: int) -> list[list[int]]:

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from .config import SchedulerInfo, TokenizerManagerConfig
+from .continuations import continued, departure
 from .errors import RequestError, StartError
 from .generation import GenerateInput
 from .io_struct import CacheHint, GenerateReq, LogprobParams, pack_ids
@@ -73,6 +74,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     stream: bool
     session: SessionParams | None
     service: Service
+    continued: str | list[int] | None = None  # the prompt that all items go on from
 
     turn: Turn | None = None  # what the one prompt continues, found after the plan was made
 
@@ -99,6 +101,12 @@ class RequestValidator:
     def plan(self, request: GenerateInput) -> RequestPlan:
         """Check everything but the prompts' tokens."""
         texts, ids, single = _prompts(request)
+        prompt = None
+        if request.continuations is not None:
+            prompt = texts[0] if texts is not None else list(ids[0] if ids else [])
+            texts = texts and continued(texts, request.continuations, single=single, kind=str)
+            ids = ids and continued(ids, request.continuations, single=single, kind=(list, tuple))
+            single = False
         num_prompts = len(texts if texts is not None else ids or [])
         given = per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
         shared = not isinstance(request.sampling_params, list)
@@ -134,14 +142,16 @@ class RequestValidator:
             stream=request.stream,
             session=_session(request, single=single and n == 1),
             service=self._service(request),
+            continued=prompt,
         )
 
     def prepare(self, plan: RequestPlan) -> list[GenerateReq]:
         """Tokenise and check the prompts; one message per output, prompt-major. Safe on any thread."""
         messages: list[GenerateReq] = []
-        for index in range(plan.num_prompts):
-            ids = self._prompt_ids(plan, index)
-            logprobs = with_start(plan.logprobs[index], len(ids))
+        prompts = [self._prompt_ids(plan, index) for index in range(plan.num_prompts)]
+        start = None if plan.continued is None else self._start_of_continuations(plan, prompts)
+        for index, ids in enumerate(prompts):
+            logprobs = with_start(plan.logprobs[index], len(ids), default=start)
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
             packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
             budget = plan.service.max_thinking_tokens
@@ -272,6 +282,17 @@ class RequestValidator:
                 f"The input ({len(ids)} tokens) is longer than the model's context length ({context_len} tokens).", param=field
             )
         raise RequestError(f"The input ({len(ids)} tokens) is longer than the KV cache can serve ({limit} tokens).", param=field)
+
+    def _start_of_continuations(self, plan: RequestPlan, prompts: list[np.ndarray]) -> int:
+        """Where their log-probabilities begin: one token before the first that any of them has of its own."""
+        prompt = plan.continued or ""
+        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        first = departure(np.asarray(ids, dtype=np.int64), prompts)
+        if first == 0 and any(params is not None and params.start_len < 0 for params in plan.logprobs):
+            raise RequestError(
+                "The continuations change the first token of the prompt, which has no log-probability.", param="continuations"
+            )
+        return max(first - 1, 0)
 
     def _continue(self, turn: Turn, ids: np.ndarray) -> np.ndarray:
         """The whole prompt of a session's turn; a BOS amid a conversation would be none of its author's."""

@@ -32,6 +32,7 @@ def model_info(tm: TokenizerManager) -> dict[str, Any]:
         "reasoning_parser": config.reasoning_parser,
         "tool_call_parser": config.tool_call_parser,
         "has_image_understanding": False,
+        "has_continuations": True,
         "has_audio_understanding": False,
         "model_type": model.model_type,
         "architectures": model.architectures,

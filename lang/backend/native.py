@@ -89,15 +89,38 @@ class NativeBackend(Backend):
     # --- select ----------------------------------------------------------------------------------------------------------------
 
     def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesSamplingMethod) -> ChoicesDecision:
-        """Two requests: the prompt alone, then all choices at once, with log-probabilities from just before the prompt's end on.
-
-        A third one only where a choice changes more of the prompt's tokens than its last, and one for a method that needs
+        """One request on a server that takes a prompt with continuations, two on others; one more for a method that needs
         unconditional log-probabilities. Raises BackendError for an empty prompt that has no token at all.
         """
         if not prompt.text:
             raise BackendError("select needs text before it: the first token of a text has no probability")
+        metas: list[dict[str, Any]] = []
+        at_once = self.get_model_info().get("has_continuations") and not prompt.images
+        scored, outputs = (self._score_continuations if at_once else self._score_texts)(prompt, choices, metas)
+        if any(entry[0] is None for entries in scored for entry in entries):
+            raise BackendError("select: the server gave no log-probability for a token of a choice")
+        plain = self._unconditional(scored, metas) if method.requires_unconditional_logprobs else None
+        decision = decide(method, choices, scored, outputs=outputs, unconditional=plain)
+        return ChoicesDecision(decision.decision, {**decision.meta_info, "requests": metas})
+
+    def _score_continuations(
+        self, prompt: Prompt, choices: Sequence[str], metas: list[dict[str, Any]]
+    ) -> tuple[list[list[Entry]], list[list[Entry]]]:
+        """(entries of each choice's tokens, output entries). The server finds where the choices depart from the prompt's tokens,
+        and begins one token before."""
+        body = {"text": prompt.text, "continuations": list(choices), "sampling_params": NO_TOKENS}
+        answers = self.post({**body, "return_logprob": True, "return_text_in_logprobs": True})
+        found = [_served(answer["meta_info"]) for answer in answers]
+        metas += found
+        return [meta["input_token_logprobs"][1:] for meta in found], _outputs(found)
+
+    def _score_texts(
+        self, prompt: Prompt, choices: Sequence[str], metas: list[dict[str, Any]]
+    ) -> tuple[list[list[Entry]], list[list[Entry]]]:
+        """The same from any server: the prompt alone, then all choices at once, with log-probabilities from just before its
+        end on; once more, from the beginning, only where a choice changes more of the prompt's tokens than its last."""
         first = self.post({**_body(prompt.text, prompt.images, sampling_params=NO_TOKENS), "return_prompt_token_ids": True})
-        metas = [_served(first["meta_info"])]
+        metas.append(_served(first["meta_info"]))
         length = int(metas[0]["prompt_tokens"])
         start = max(length - 1 - HEALED, 0)
         ids, wholes, outputs = self._score(prompt, choices, start, metas, first.get("prompt_token_ids"))
@@ -108,12 +131,7 @@ class NativeBackend(Backend):
             at = departure(ids, [[entry[1] for entry in whole] for whole in wholes])
         if at == 0:
             raise BackendError("select: the choices change the first token of the text, which has no probability")
-        scored = [whole[at:] for whole in wholes]
-        if any(entry[0] is None for entries in scored for entry in entries):
-            raise BackendError("select: the server gave no log-probability for a token of a choice")
-        plain = self._unconditional(scored, metas) if method.requires_unconditional_logprobs else None
-        decision = decide(method, choices, scored, outputs=outputs, unconditional=plain)
-        return ChoicesDecision(decision.decision, {**decision.meta_info, "requests": metas})
+        return [whole[at:] for whole in wholes], outputs
 
     def _score(
         self, prompt: Prompt, choices: Sequence[str], start: int, metas: list[dict[str, Any]], ids: list[int] | None
@@ -129,8 +147,7 @@ class NativeBackend(Backend):
         metas += found
         if ids is None:
             ids = [-1] * start + [entry[1] for entry in entries.pop()]
-        outputs = [meta.get("output_token_logprobs") or [] for meta in found[: len(choices)]]
-        return ids, entries, outputs
+        return ids, entries, _outputs(found[: len(choices)])
 
     def _unconditional(self, scored: list[list[Entry]], metas: list[dict[str, Any]]) -> list[list[Entry]]:
         body = {"input_ids": [[entry[1] for entry in entries] for entries in scored], "sampling_params": NO_TOKENS}
@@ -153,6 +170,10 @@ def _request(prompt: Prompt, params: SamplingParams) -> dict[str, Any]:
 
 def _body(text: str | list[str], images: Sequence[Any], **more: Any) -> dict[str, Any]:
     return {"text": text, **more, **({"image_data": list(images)} if images else {})}
+
+
+def _outputs(metas: Sequence[dict[str, Any]]) -> list[list[Entry]]:
+    return [meta.get("output_token_logprobs") or [] for meta in metas]
 
 
 def _served(meta: dict[str, Any]) -> dict[str, Any]:

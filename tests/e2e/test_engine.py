@@ -452,3 +452,19 @@ assert "torch" not in sys.modules
     assert tokens == 4
     assert len(pids) == 2
     assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_continuations_are_a_batch_that_shares_its_prompt(engine: Engine) -> None:
+    assert engine.flush_cache(DEADLINE).success
+    ids = list(range(3, 60))
+    answers = engine.generate(input_ids=ids, continuations=[[70], [71, 72], [73]], sampling_params=FOUR, return_prompt_token_ids=True)
+    assert [answer["prompt_token_ids"] for answer in answers] == [[*ids, 70], [*ids, 71, 72], [*ids, 73]]
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 57, 57], "the first computes what all share"
+    alone = engine.generate(input_ids=[[*ids, 70], [*ids, 71, 72], [*ids, 73]], sampling_params=FOUR)
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in alone]
+    texts = engine.generate("ab", FOUR, continuations=["c", "d"], return_prompt_token_ids=True)
+    both = engine.generate(["abc", "abd"], FOUR, return_prompt_token_ids=True)
+    assert [answer["prompt_token_ids"] for answer in texts] == [answer["prompt_token_ids"] for answer in both]
+    for wrong in ({"continuations": []}, {"continuations": [[1]]}, {"continuations": [7]}):
+        with pytest.raises(RequestError, match="continuations"):
+            engine.generate("ab", FOUR, **wrong)
