@@ -17,7 +17,7 @@ import banyan
 
 ROOT = Path(banyan.__file__).parent
 FLOORS = ("lang", "srt", "managers", "model_executor", "layers", "mem_cache")
-OUTSIDE = ("tests", "benchmarks", "docs", "build", "dist", "deploy")
+OUTSIDE = ("tests", "benchmarks", "docs", "examples", "build", "dist", "deploy")
 
 MAX_FILE_LINES = 450
 MAX_CLASS_ATTRIBUTES = 15
@@ -28,6 +28,7 @@ WIDE_CLASSES = {  # plain descriptions of something outside: an options table, w
     "SamplingParams",
     "SchedulerConfig",
     "GenerateInput",
+    "RequestPlan",
     "GenerateReq",
     "TokenizerManagerConfig",
     "RunnerConfig",
