@@ -43,6 +43,12 @@ class LogprobArrays:
     id_values: np.ndarray  # [K, M]
 
 
+def packed_sizes(requests: Sequence[LogprobRequest]) -> tuple[int, int]:
+    """How many values and how many ids a step returns for these requests."""
+    num_values = sum(request.num_positions * (1 + request.top_num + len(request.token_ids)) for request in requests)
+    return num_values, sum(request.num_positions * request.top_num for request in requests)
+
+
 def unpack_logprobs(
     requests: Sequence[LogprobRequest], values: np.ndarray, top_ids: np.ndarray
 ) -> Iterator[tuple[LogprobRequest, LogprobArrays]]:

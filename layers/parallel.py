@@ -66,15 +66,16 @@ ONE = Group(None, 0, 1, widen=False)
 
 
 class Receipt:
-    """A tensor that is on its way here."""
+    """Tensors that are on their way here."""
 
-    def __init__(self, work: Any, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, works: list[Any], tensors: list[torch.Tensor]) -> None:
+        self._works, self._tensors = works, tensors
 
-    def wait(self) -> torch.Tensor:
-        """Block until it is here. Raises RankLostError."""
-        _wait(self._work)
-        return self._tensor
+    def wait(self) -> list[torch.Tensor]:
+        """Block until all are here. Raises RankLostError."""
+        for work in self._works:
+            _wait(work)
+        return self._tensors
 
 
 class Ranks:
@@ -120,22 +121,26 @@ class Ranks:
         _wait(self._pipe.recv([x_TH], self.spec.rank - self.spec.tp_size, 0))
         return x_TH
 
-    def send_result(self, ids: torch.Tensor) -> None:
+    def send_result(self, tensors: Sequence[torch.Tensor]) -> None:
         """From tp rank 0 of the last stage to every rank of the stages before."""
         if self.spec.is_last_stage and self.spec.tp_rank == 0:
-            host = ids.cpu()
-            for rank in range(self.spec.world_size - self.spec.tp_size):
-                self._post(self._host.send([host], rank, 1))
+            for tag, tensor in enumerate(tensors, 1):
+                host = tensor.cpu().contiguous()
+                if host.numel():
+                    for rank in range(self.spec.world_size - self.spec.tp_size):
+                        self._post(self._host.send([host], rank, tag))
 
-    def receive_result(self, num_ids: int) -> Receipt:
-        """Await the next result, int64 [num_ids]."""
-        ids = torch.empty(num_ids, dtype=torch.int64)
-        return Receipt(self._host.recv([ids], self.spec.world_size - self.spec.tp_size, 1), ids)
+    def receive_result(self, sizes: Sequence[int]) -> Receipt:
+        """Await the next result: int64 [sizes[0]], and if there are more sizes float32 [sizes[1]] and int32 [sizes[2]]."""
+        dtypes = (torch.int64, torch.float32, torch.int32)
+        tensors = [torch.empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=False)]
+        source = self.spec.world_size - self.spec.tp_size
+        return Receipt([self._host.recv([t], source, tag) for tag, t in enumerate(tensors, 1) if t.numel()], tensors)
 
     def _post(self, work: Any) -> None:
         """Keep what is being sent alive, and do not run ahead of who receives it."""
         self._sent.append(work)
-        while len(self._sent) > 2 * self.spec.world_size:
+        while len(self._sent) > 8 * self.spec.world_size:
             _wait(self._sent.popleft())
 
     def close(self) -> None:

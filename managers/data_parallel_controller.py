@@ -40,6 +40,7 @@ from .io_struct import (
     ToScheduler,
 )
 from .ipc import Receiver, Sender
+from .recovery import REPLICA_LOST
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,7 @@ class Controller:
         logger.error("replica %d is lost: %s", index, why)
         self._news.pop(index, None)
         for rid, pending in self._router.down(index).items():
-            self._fail(rid, pending.num_prompt, f"Replica {index}, which computed this request, was lost.")
+            self._fail(rid, pending.num_prompt, f"Replica {index}, which computed this request, was lost.", REPLICA_LOST)
         self._sessions = {session: replica for session, replica in self._sessions.items() if replica != index}
         for call_id in [call_id for call_id, call in self._calls.items() if index in call.waiting]:
             self._calls[call_id].waiting.discard(index)
@@ -227,9 +228,10 @@ class Controller:
         elif not self._alive and not self._returning:
             raise RuntimeError(f"no replica is left; the last one, {index}, was lost: {why.splitlines()[0]}")
 
-    def _fail(self, rid: str, num_prompt: int, why: str) -> None:
-        """The last row of a request that no replica will finish. Its text so far is dropped with its stream."""
-        reason = FinishReason(kind="abort", message=why, status_code=503, err_type="ServiceUnavailableError")
+    def _fail(self, rid: str, num_prompt: int, why: str, err_type: str = "ServiceUnavailableError") -> None:
+        """The last row of a request that its replica will not finish. Its text so far is dropped with its stream; the tokenizer
+        manager sends it again if there was none."""
+        reason = FinishReason(kind="abort", message=why, status_code=503, err_type=err_type)
         self._to_detokenizer(
             TokenOutput(
                 rids=[rid],

@@ -13,6 +13,7 @@ from .io_struct import FinishReason, GenerateReq
 from .request_table import Choice, RequestTable
 from .request_track import RequestWatch
 
+REPLICA_LOST = "ReplicaLostError"
 FAILED = FinishReason(kind="abort", message="The engine is started again.", status_code=503, err_type="EngineRestartError")
 
 
@@ -42,6 +43,15 @@ class Recovery:
                 choice.sent, choice.resent = False, True
         for generation in doomed.values():
             generation.fail(new_error())
+
+    def sends_again(self, choice: Choice, reason: FinishReason) -> bool:
+        """Whether a request that ended for this reason is sent once more, to another replica, instead."""
+        message = choice.track.message
+        if reason.err_type != REPLICA_LOST or message is None or not _may_go_on(choice):
+            return False
+        choice.resent = True
+        self._send(message)
+        return True
 
     async def go_on(self, load: Callable[[str], Awaitable[None]]) -> None:
         """New processes are there: send what waits. load(key) gives the scheduler a grammar first."""

@@ -15,6 +15,7 @@ from ..layers.forward_batch import ForwardBatch
 from ..layers.kernels.ops import ops_of
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
+from ..layers.logprob_input import packed_sizes
 from ..layers.logprobs import LogprobReader
 from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
@@ -159,9 +160,10 @@ class ModelRunner:
         reader.read_sampled(step.sampled_logprobs, logprobs, next_ids)
         cache.edits.push(rows, next_ids)
         cache.future_map.publish(sample_rows, next_ids)
+        result = [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
         if self._config.ranks.pp_size > 1:
-            self._ranks.send_result(next_ids)
-        return [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
+            self._ranks.send_result(result)
+        return result
 
     def _sample(self, logits: torch.Tensor, step: StepInput, draws: torch.Tensor | None) -> torch.Tensor:
         if self._draw is None or draws is None:
@@ -187,7 +189,8 @@ class ModelRunner:
     def _run_stage(self, step: StepInput, box: ResultBox) -> list[torch.Tensor]:
         """The layers of a stage before the last; what is sampled comes back later."""
         self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)[0]))
-        box.receipt = self._ranks.receive_result(len(step.sample_index))
+        asked = [*step.prompt_logprobs, *step.sampled_logprobs]
+        box.receipt = self._ranks.receive_result([len(step.sample_index), *(packed_sizes(asked) if asked else ())])
         return [torch.empty(0, dtype=torch.int64)]
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -16,7 +16,7 @@ class ResultBox:
 
 
 class StageHandle:
-    """A StepHandle: its own part of the step first, then the ids from the last stage."""
+    """A StepHandle: its own part of the step first, then the result from the last stage."""
 
     def __init__(self, own: StepHandle, box: ResultBox) -> None:
         self._own, self._box = own, box
@@ -30,7 +30,8 @@ class StageHandle:
         if self._box.receipt is None:
             raise FatalStepError("a stage expects no result of its step")
         try:
-            output.next_ids = self._box.receipt.wait().numpy()
+            result = StepOutput.of([tensor.numpy() for tensor in self._box.receipt.wait()])
         except RankLostError as error:
             raise FatalStepError(str(error)) from error
-        return output
+        result.elapsed = output.elapsed
+        return result

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,12 @@ def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Ser
         assert all(replica["num_decode_tokens"] > 0 for replica in state["replicas"])
         assert server.post({}, "/flush_cache?timeout=10").status_code == 200
         victim = children(server, "scheduler")[0]
-        os.kill(victim.pid, signal.SIGKILL)
+        os.kill(victim.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:  # half of the requests go to the one that is stopped, and begin nothing there
+            waiting = pool.submit(outputs, server)
+            time.sleep(1)
+            os.kill(victim.pid, signal.SIGKILL)
+            assert waiting.result(60) == expected, "what had not begun goes to the other one"
         until(lambda: "is lost" in server.text())
         assert outputs(server) == expected, "the other one goes on"
         until(lambda: "serves again" in server.text())
@@ -51,7 +58,11 @@ def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Ser
         assert len(pids) == 2 and victim.pid not in pids
 
 
-@pytest.mark.parametrize("options", [["--tp-size", "2"], ["--pp-size", "2", "--dp-size", "2"]], ids=["tp2", "pp2 dp2"])
+@pytest.mark.parametrize(
+    "options",
+    [["--tp-size", "2"], pytest.param(["--pp-size", "2", "--dp-size", "2"], marks=pytest.mark.nightly)],
+    ids=["tp2", "pp2 dp2"],
+)
 def test_ranks_decide_alike_and_leave_nothing_behind(model: str, plain: Server, tmp_path: Path, options: list[str]) -> None:
     expected = outputs(plain)
     with running(model, tmp_path, *options, "--check-decisions", "--chunked-prefill-size", "16") as server:
