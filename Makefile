@@ -7,7 +7,7 @@ PYTEST := $(BIN)/pytest -q --maxfail 10
 FLOORS := lang srt managers model_executor layers mem_cache
 STAMP := $(VENV)/.installed
 
-.PHONY: dev serve check test test-g1 test-g2 nightly bench soak chaos
+.PHONY: dev serve check test test-g1 test-g2 nightly bench gpu-check gpu-packages soak chaos
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -48,6 +48,14 @@ soak: $(STAMP)
 
 chaos: $(STAMP)
 	$(BIN)/python benchmarks/chaos.py
+
+# What can only be proved and measured on a GPU; needs torch and triton, and no installation of this project
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py $(if $(wildcard build/gpu-packages),--packages build/gpu-packages)
+
+# What gpu-check needs besides, for a machine that reaches no package index
+gpu-packages:
+	$(PYTHON) -m pip install -q --no-deps --target build/gpu-packages msgspec psutil gguf
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/bench_step.py

@@ -9,6 +9,7 @@ Legend: B requests of a step, N requests of a recording.
 from __future__ import annotations
 
 import bisect
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..layers.attention.base import RecordableBackend
+from ..layers.attention.base import AttentionBackend, RecordableBackend
 from ..layers.forward_batch import ForwardBatch
+
+logger = logging.getLogger(__name__)
 
 HiddenStates = Callable[[ForwardBatch], torch.Tensor]
 IDS, POSITIONS, ROWS, LENS, SLOTS = range(5)  # rows of the recorded tensor
@@ -118,6 +121,19 @@ class DecodeGraphs:
             extend_lens_host=np.ones(size, np.int64),
             prefix_lens_host=np.zeros(size, np.int64),
         )
+
+
+def record_decode(
+    forward: HiddenStates, backend: AttentionBackend, table: torch.Tensor, *, sizes: Sequence[int], stream: torch.cuda.Stream
+) -> DecodeGraphs | None:
+    """Recordings on a CUDA stream, which must be the current one; None for no sizes. What they take is logged."""
+    if not sizes or not isinstance(backend, RecordableBackend):
+        return None
+    before = torch.cuda.mem_get_info(table.device)[0]
+    graphs = DecodeGraphs(forward, backend, table, sizes=sizes, recorder=CudaRecorder(stream))
+    taken = (before - torch.cuda.mem_get_info(table.device)[0]) / (1 << 30)
+    logger.info("recorded decode steps of %d sizes up to %d in %.1f s and %.2f GiB", len(sizes), sizes[-1], graphs.seconds, taken)
+    return graphs
 
 
 def capture_sizes(max_batch: int) -> list[int]:

@@ -12,6 +12,8 @@ from ..layers.attention.cpu import CpuBackend
 from ..layers.attention.registry import attention_backend
 from ..layers.forward_batch import ForwardBatch
 from ..layers.kernels.cpu.library import Native, NotNative
+from ..layers.kernels.ops import Draw
+from ..mem_cache.kv_pool import KVPool
 from .cpu_graph import CpuGraph, why_not
 from .dtype import DTYPES
 from .model_config import ModelConfig
@@ -29,6 +31,12 @@ class AttentionPlan(NamedTuple):
     backend: str
     kv_dtype: torch.dtype
     explain: dict[str, str]
+    graph_sizes: tuple[int, ...] = ()  # these two are a GPU's
+    draw: Draw | None = None
+
+    def make_backend(self, pool: KVPool) -> AttentionBackend:
+        """The backend over a pool."""
+        return attention_backend(self.backend)(pool)
 
 
 def plan_attention(

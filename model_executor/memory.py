@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from ..mem_cache.sizing import default_mem_fraction, floor_page, kv_budget, kv_bytes_per_token, tokens_in
+from ..mem_cache.sizing import default_mem_fraction, floor_page, gpu_tier, kv_budget, kv_bytes_per_token, tokens_in
 from .model_config import ModelConfig
 from .step import RunnerConfig
 
@@ -103,7 +103,9 @@ def _budget(
         return share, f"{CPU_SHARE / ranks:.0%} of the {free[1] / GIB:.2f} GiB available after loading"
     if fraction is None:
         total = torch.cuda.mem_get_info(device)[1] / (1 << 20)
-        fraction, source = default_mem_fraction(total, chunked_prefill_size=config.chunked_prefill_size), "derived"
+        chunk = config.chunked_prefill_size if (config.chunked_prefill_size or 0) > 0 else None
+        graphs = 0 if config.disable_cuda_graph else config.cuda_graph_max_bs or gpu_tier(total / 1024).max_decode_batch
+        fraction, source = default_mem_fraction(total, chunked_prefill_size=chunk, max_decode_batch=graphs), "derived"
     if not 0 < fraction < 1:
         raise ValueError(f"mem_fraction_static must be between 0 and 1, not {fraction}")
     why = f"mem_fraction_static {fraction} ({source}) of {free[0] / GIB:.2f} GiB free before loading, less the weights"

@@ -10,9 +10,7 @@ import torch
 
 from ..layers.attention.attention import bind_attention
 from ..layers.attention.base import AttentionBackend
-from ..layers.attention.registry import attention_backend
 from ..layers.forward_batch import ForwardBatch
-from ..layers.kernels.ops import ops_of
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
 from ..layers.logprob_input import packed_sizes
@@ -21,10 +19,12 @@ from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
+from .cuda_graph import DecodeGraphs, record_decode
 from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
-from .forward import HiddenStates, make_forward, plan_attention, plan_forward
+from .forward import AttentionPlan, HiddenStates, make_forward, plan_attention, plan_forward
 from .future_map import FutureMap
+from .gpu_plan import GpuFacts, GpuPlan, plan_gpu, refuse_gpu_options
 from .loader import iter_weights
 from .memory import available_memory, cache_tokens
 from .model_config import ModelConfig, ModelConfigError, load_model_config
@@ -57,13 +57,12 @@ class ModelRunner:
         self._shard = Shard(self._model_config, config.ranks)
         self._processors = load_processors(config.logit_processors)
         self._cache: _Cache | None = None
+        self._graphs: DecodeGraphs | None = None
         self._closed = False
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
-        self._draw = ops_of(self._device.device.type).draw
         try:
             self._plan = plan_weights(config, self._model_config.torch_dtype, self._device.device)
-            weights, compute = self._plan.weights, self._plan.compute
-            self._attention = plan_attention(config, self._plan.native, weights=weights, compute=compute)
+            self._attention = self._plan_attention()
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
             self._model: DecoderModel | None = self._device.run(self._load)
@@ -100,7 +99,7 @@ class ModelRunner:
             self._closed = True
             self._device.close()
             self._ranks.close()
-            self._cache = self._model = None
+            self._cache = self._model = self._graphs = None
 
     # --- on the forward thread ---------------------------------------------------------------------------------------------------
 
@@ -134,12 +133,27 @@ class ModelRunner:
             compute_dtype=self._plan.compute,
         )
         future_map = FutureMap(req_to_token.shape[0], self._device.device)
-        backend = attention_backend(self._attention.backend)(pool)
+        backend = self._attention.make_backend(pool)
         bind_attention(self._loaded_model(), backend)
         forward = make_forward(self._loaded_model(), self._plan.native, self._model_config, backend)
         edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
-        builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._draw is not None)
+        builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._attention.draw is not None)
+        self._graphs = self._record(forward, builder.table, backend)
         return _Cache(builder, backend, forward, future_map, edits)
+
+    def _record(self, forward: HiddenStates, table: torch.Tensor, backend: AttentionBackend) -> DecodeGraphs | None:
+        if not self._attention.graph_sizes:
+            return None
+        stream = torch.cuda.current_stream(self._device.device)
+        return record_decode(forward, backend, table, sizes=self._attention.graph_sizes, stream=stream)
+
+    def _plan_attention(self) -> AttentionPlan | GpuPlan:
+        config, plan, device = self._config, self._plan, self._device.device
+        if device.type == "cpu":
+            refuse_gpu_options(config)
+            return plan_attention(config, plan.native, weights=plan.weights, compute=plan.compute)
+        whole = config.ranks.world_size == 1
+        return plan_gpu(config, GpuFacts.of(device, head_dim=self._model_config.head_dim, compute=plan.compute, is_whole=whole))
 
     @torch.inference_mode()
     def _run(self, step: StepInput) -> list[torch.Tensor]:
@@ -166,9 +180,10 @@ class ModelRunner:
         return result
 
     def _sample(self, logits: torch.Tensor, step: StepInput, draws: torch.Tensor | None) -> torch.Tensor:
-        if self._draw is None or draws is None:
+        kernel = self._attention.draw
+        if kernel is None or draws is None:
             return sample(logits, step.sampling)
-        return sample(logits, step.sampling, draw=partial(self._draw, params_5S=draws))
+        return sample(logits, step.sampling, draw=partial(kernel, params_5S=draws))
 
     def _launch_part(self, step: StepInput) -> StepHandle:
         """A step of which this rank computes a part. What all ranks refuse alike fails the step, anything else the rank."""
@@ -195,6 +210,8 @@ class ModelRunner:
 
     def _forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states of all tokens, [T, hidden]."""
+        if self._graphs is not None and (recorded := self._graphs.run(batch)) is not None:
+            return recorded
         cache = self._require_cache()
         cache.backend.plan(batch)
         if self._config.ranks.is_first_stage:

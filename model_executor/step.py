@@ -104,7 +104,13 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None  # int8 | int4 | gguf
     context_length: int | None = None
     attention_backend: str | None = None
-    kv_cache_dtype: str = "auto"  # auto | float32 | bfloat16 | int8
+    kv_cache_dtype: str = "auto"  # auto | float32 | float16 | bfloat16 | int8 | fp8_e4m3
+    prefill_attention_backend: str | None = None  # these to cuda_graph_bs: of a CUDA device
+    decode_attention_backend: str | None = None
+    sampling_backend: str | None = None  # triton | pytorch
+    disable_cuda_graph: bool = False
+    cuda_graph_max_bs: int | None = None
+    cuda_graph_bs: str | None = None  # sizes, with commas between
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None

@@ -217,8 +217,11 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     # Kernels
     attention_backend: Annotated[str | None, Meta(description="Attention implementation, if not the best for the device")] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "int8"],
-        Meta(description="Type of the KV cache; auto: that of the weights; int8: with a scale for each token and head"),
+        Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8_e4m3"],
+        Meta(
+            description="Type of the KV cache; auto: that of the weights; int8: with a scale for each token and head, CPU only; "
+            "fp8_e4m3: without scales, GPU only"
+        ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
         bool,
@@ -227,6 +230,22 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             "retractions; slower; on device cpu"
         ),
     ] = False
+    prefill_attention_backend: Annotated[
+        str | None, Meta(description="Attention implementation of steps with prompts, if not that of all (CUDA only)")
+    ] = None
+    decode_attention_backend: Annotated[
+        str | None, Meta(description="Attention implementation of decode steps, if not that of all (CUDA only)")
+    ] = None
+    sampling_backend: Annotated[
+        Literal["triton", "pytorch"] | None, Meta(description="What samples on a GPU; unset: triton where it is installed")
+    ] = None
+    disable_cuda_graph: Annotated[bool, Meta(description="Launch every kernel of a decode step by itself")] = False
+    cuda_graph_max_bs: Annotated[
+        Positive | None, Meta(description="Most requests of a decode step that is recorded as a CUDA graph; unset: by GPU memory")
+    ] = None
+    cuda_graph_bs: Annotated[
+        str | None, Meta(description="Sizes of decode steps that are recorded as CUDA graphs, with commas between")
+    ] = None
     random_seed: Annotated[int | None, Meta(description="Seed of requests that bring none; unset: a fresh one at each start")] = (
         None
     )
@@ -409,6 +428,12 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             context_length=self.context_length,
             attention_backend=self.attention_backend,
             kv_cache_dtype=self.kv_cache_dtype,
+            prefill_attention_backend=self.prefill_attention_backend,
+            decode_attention_backend=self.decode_attention_backend,
+            sampling_backend=self.sampling_backend,
+            disable_cuda_graph=self.disable_cuda_graph,
+            cuda_graph_max_bs=self.cuda_graph_max_bs,
+            cuda_graph_bs=self.cuda_graph_bs,
             mem_fraction_static=self.mem_fraction_static,
             max_total_tokens=self.max_total_tokens,
             max_running_requests=self.max_running_requests,

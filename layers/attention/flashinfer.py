@@ -207,8 +207,7 @@ class FlashInferBackend:
         return self._pool.k(0).dtype
 
     def _query_dtype(self) -> torch.dtype:
-        """The pool's, or bfloat16 over a pool of bytes."""
-        return self._dtype if self._dtype.itemsize > 1 else torch.bfloat16
+        return self._pool.compute_dtype
 
     def _cache(self, layer: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (-1, self._pool.page_size, layer.num_kv_heads, layer.head_dim)
