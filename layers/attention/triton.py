@@ -27,6 +27,7 @@ class TritonBackend:
         self._starts = torch.empty(0, dtype=torch.int64)
         self._max_extend = 0
         self._num_splits = 1
+        self._recorded: dict[int, torch.Tensor] = {}  # recordings read them: they must outlive the next plan
 
     def plan(self, batch: ForwardBatch) -> None:
         """Sizes of the step's grids, from the lengths on the host."""
@@ -38,7 +39,7 @@ class TritonBackend:
     def plan_capture(self, batch: ForwardBatch) -> None:
         """Plan a decode step that is about to be recorded: requests of any length may be replayed."""
         self._max_extend = 1
-        self._starts = torch.arange(len(batch.rows), device=batch.rows.device)
+        self._starts = self._recorded[len(batch.rows)] = torch.arange(len(batch.rows), device=batch.rows.device)
         self._num_splits = MAX_SPLITS
 
     def plan_replay(self, batch: ForwardBatch) -> None:
