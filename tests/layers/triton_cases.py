@@ -4,8 +4,11 @@ TRITON_INTERPRET must be set before a kernel's module is imported. bf16 is not t
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import os
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -62,6 +65,26 @@ def check(case: Case, capture: bool = False) -> None:
     got = backend.forward(q, k, v, spec, batch)
     assert torch.equal(ours.k(1), theirs.k(1)) and torch.equal(ours.v(1), theirs.v(1))
     torch.testing.assert_close(got, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+def conformance():
+    """The module whose cases every backend passes."""
+    spec = importlib.util.spec_from_file_location("conformance", Path(__file__).with_name("test_attention_conformance.py"))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+CONFORMANCE = conformance()
+PLAIN = {name: case for name, case in CONFORMANCE.CASES.items() if case.kv is torch.float32}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PLAIN)
+def test_conformance(name, monkeypatch):
+    monkeypatch.setitem(CONFORMANCE.BACKENDS, "triton", CONFORMANCE.Backend(TritonBackend, (torch.float32,)))
+    CONFORMANCE.test_equals_the_reference("triton", PLAIN[name])
 
 
 SAMPLE = [
