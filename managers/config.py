@@ -106,6 +106,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     radix_eviction_policy: str = "lru"
     session_hold_fraction: float = 0.5  # share of the pool that streaming sessions may keep between their turns
     pin_budget_fraction: float = 0.25  # share of the pool that cache hints may pin
+    grammar_mask_timeout: float = 0.5  # seconds
     disable_jump_forward: bool = False  # sample what a grammar forces token by token
     disable_overlap_schedule: bool | None = None  # None: decided by device
     weight_version: str = "default"

@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from ..layers.late_mask import LateMask
-from .constraint import ALL, Constraint, GrammarStore, allow
+from .constraint import ALL, GrammarStore, allow
 from .io_struct import FinishReason
 from .jump_forward import MIN_TOKENS, NUM_CONTEXT
 from .live_table import LiveTable
+from .mask_filler import MaskFiller
 from .req import Req
 from .schedule_batch import ScheduleBatch
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_LIMIT = 0.5  # seconds that the look into one grammar may take; usual are 50 microseconds
 
 
 def refused(reason: str) -> FinishReason:
@@ -28,7 +32,20 @@ def refused(reason: str) -> FinishReason:
 
 
 DEAD_END = refused("No token is left that the grammar allows.")
+TOO_SLOW = FinishReason(
+    kind="abort",
+    message="The grammar takes too long: what it allows next was not found within --grammar-mask-timeout.",
+    status_code=400,
+    err_type="BadRequestError",
+)
 VIOLATED = refused("A token was sampled that the grammar does not allow.")
+
+
+class Look(NamedTuple):
+    """What a grammar says of the next token: the tokens that it forces, or none and a mask, int32 [words]."""
+
+    forced: list[int]
+    mask: np.ndarray
 
 
 def constrained_reason(req: Req, token_id: int) -> FinishReason | None:
@@ -60,6 +77,7 @@ class StepMasks:
         self._tail = np.uint32(0xFFFFFFFF >> spare).view(np.int32)  # the bits of the last word that stand for tokens
         self._pending: ScheduleBatch | None = None
         self.grammars: GrammarStore | None = None  # whoever takes messages in puts it here
+        self.filler = MaskFiller(DEFAULT_LIMIT)
         self._jumps: list[tuple[str, list[int]]] = []
 
     def must_wait(self, rows: np.ndarray) -> bool:
@@ -99,57 +117,61 @@ class StepMasks:
         bits = np.full((len(mask.rows), self._width), ALL)
         rows = self._rows(batch, mask)
         epochs = batch.epochs[batch.step.sample_index[mask.rows]]
-        dead = []
         try:
-            for index in np.flatnonzero(table.epochs[rows] == epochs):  # of the others, nobody wants the result
-                req = table.req(int(rows[index]))
-                if not self._fill_row(req, bits[index]):
-                    dead.append(req)
+            alive = np.flatnonzero(table.epochs[rows] == epochs)  # of the others, nobody wants the result
+            bound = [(index, req) for index in alive if (req := table.req(int(rows[index]))).constraint is not None]
+            found = self.filler.run([self._look(req) for _, req in bound])
+            dead = [(req, self._take(req, look, bits[index])) for (index, req), look in zip(bound, found, strict=True)]
         finally:
             mask.fill(bits)
-        for req in dead:
-            self._abort(req.rid, DEAD_END)
+        for req, reason in dead:
+            if reason is not None:
+                self._abort(req.rid, reason)
 
-    def _fill_row(self, req: Req, row: np.ndarray) -> bool:
-        """False: nothing is allowed."""
-        if req.constraint is None:
-            return True
-        if (jump := self._jump(req, req.constraint)) is not None:
-            row[:] = 0
-            allow(row, jump)
-            return True
-        may_stop = self._table.known_lens[req.row] >= self._table.min_lens[req.row]
-        try:
-            req.constraint.fill(row, may_stop=bool(may_stop))
-        except (RuntimeError, ValueError):
-            logger.exception("the grammar of request %s failed", req.rid)
-            row[:] = 0
-        row[-1] &= self._tail
-        return bool(row.any())
-
-    def _jump(self, req: Req, constraint: Constraint) -> int | None:
-        """If the grammar leaves one path only, note its tokens: the first is what the step will yield, the others are appended with
-        it (``append_jump``), and the next step of the row computes all of them. Returns the first.
-
-        Not for rows whose every token needs its logits: log-probabilities and controls are theirs.
-        """
-        table, row = self._table, req.row
-        if req.logprobs is not None or req.has_controls:
-            return None
+    def _look(self, req: Req) -> Callable[[], Look]:
+        """A look into the grammar of a request: what it forces, else its mask. Touches nothing but its constraint."""
+        table, row, constraint, width = self._table, req.row, req.constraint, self._width
         begin = int(table.known_lens[row])
-        try:
-            ids = constraint.jump(table.tokens[row, max(begin - NUM_CONTEXT, 0) : begin].tolist())
-        except (RuntimeError, ValueError):
-            logger.exception("the grammar of request %s failed", req.rid)
-            return None
-        ids = ids[: int(table.limits[row]) - begin - 1]
-        if len(ids) < MIN_TOKENS:
-            return None
-        table.tokens[row, begin : begin + len(ids)] = ids
-        table.jump_ends[row] = begin + len(ids)
-        req.jump = ids[1:]
-        self._jumps.append((req.rid, ids))
-        return ids[0]
+        may_stop = begin >= table.min_lens[row]
+        jumps = req.logprobs is None and not req.has_controls
+        room = int(table.limits[row]) - begin - 1 if jumps else 0
+        context = table.tokens[row, max(begin - NUM_CONTEXT, 0) : begin].tolist() if room >= MIN_TOKENS else []
+
+        def look() -> Look:
+            mask = np.zeros(width, np.int32)
+            try:
+                forced = constraint.jump(context)[:room] if constraint and room >= MIN_TOKENS else []
+                if constraint and len(forced) < MIN_TOKENS:
+                    constraint.fill(mask, may_stop=bool(may_stop))
+                    return Look([], mask)
+            except (RuntimeError, ValueError):
+                logger.exception("the grammar of a request failed")
+                return Look([], np.zeros(width, np.int32))
+            return Look(forced, mask)
+
+        return look
+
+    def _take(self, req: Req, look: Look | None, bits: np.ndarray) -> FinishReason | None:
+        """Write what was found to the request's row of the mask; why it ends, if nothing is allowed.
+
+        Where the grammar leaves one path only, the first of its tokens is what the step will yield. The others are appended with it
+        (``append_jump``), and the next step of the row computes all of them. Rows whose every token needs its logits do not jump:
+        log-probabilities and controls are theirs.
+        """
+        if look is None:
+            bits[:] = 0
+            return TOO_SLOW
+        if look.forced:
+            table, row = self._table, req.row
+            begin, end = int(table.known_lens[row]), int(table.known_lens[row]) + len(look.forced)
+            table.tokens[row, begin:end] = look.forced
+            table.jump_ends[row] = end
+            req.jump = look.forced[1:]
+            self._jumps.append((req.rid, look.forced))
+            allow(look.mask, look.forced[0])
+        bits[:] = look.mask
+        bits[-1] &= self._tail
+        return None if bits.any() else DEAD_END
 
 
 def append_jump(table: LiveTable, req: Req) -> FinishReason | None:

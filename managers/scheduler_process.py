@@ -33,6 +33,7 @@ from .io_struct import Ended, Heartbeat, TokenOutput
 from .ipc import Sender
 from .jump_forward import JumpForward
 from .live_table import LiveTable
+from .mask_filler import NO_LIMIT, MaskFiller
 from .output_stream import OutputStream
 from .pins import Pins
 from .prefill_planner import Memory, PrefillLimits
@@ -181,7 +182,7 @@ def build_scheduler(
 ) -> Scheduler:
     """The scheduler over parts that exist."""
     stats = SchedulerStats(log=StepLog(decode_log_interval=config.decode_log_interval))
-    return Scheduler(
+    scheduler = Scheduler(
         memory=memory,
         runner=runner,
         policy=_policy(config),
@@ -201,6 +202,9 @@ def build_scheduler(
             timers=Timers(queue_timeout=config.request_queue_timeout, running_timeout=config.request_running_timeout),
         ),
     )
+    # Ranks must decide alike, so none of several goes by its own clock.
+    scheduler.masks.filler = MaskFiller(config.grammar_mask_timeout if config.runner.ranks.world_size == 1 else NO_LIMIT)
+    return scheduler
 
 
 def _by_priority(config: SchedulerConfig) -> bool:

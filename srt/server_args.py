@@ -113,6 +113,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     grammar_compile_memory: Annotated[
         Positive, Meta(description="Bytes that compiling one grammar may take; one that takes more is refused with 400")
     ] = 1 << 30
+    grammar_mask_timeout: Annotated[
+        Seconds,
+        Meta(description="Seconds that finding what a grammar allows next may take; what takes longer ends its request with 400"),
+    ] = 0.5
     grammar_cache_bytes: Annotated[
         NotNegative, Meta(description="Bytes of compiled grammars that are kept, the least recently used ones go first")
     ] = 256 << 20
@@ -471,6 +475,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             session_hold_fraction=self.session_hold_fraction,
             radix_eviction_policy=self.radix_eviction_policy,
             pin_budget_fraction=self.pin_budget_fraction,
+            grammar_mask_timeout=self.grammar_mask_timeout,
             disable_jump_forward=self.disable_jump_forward,
             disable_overlap_schedule=self.disable_overlap_schedule,
             weight_version=self.weight_version,

