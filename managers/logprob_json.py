@@ -46,9 +46,14 @@ def output_logprobs(params: LogprobParams, row: RowLogprobs | None, token_ids: S
 
 
 def input_logprobs(params: LogprobParams, row: RowLogprobs | None, prompt: Sequence[int]) -> list[TokenLogprob]:
-    """Of the prompt from start_len on, as far as they were computed; empty if ``row`` is not the first of its request."""
-    if row is None or row.input is None or params.start_len >= len(prompt):
+    """Of the prompt from start_len on, as far as they were computed; empty if ``row`` is not the first of its request.
+
+    With token_ids and nothing of the prompt there is one entry without values, for the last token: clients of SGLang count on it.
+    """
+    if row is None or row.input is None:
         return []
+    if params.start_len >= len(prompt):
+        return [TokenLogprob(prompt[-1], None, None, None)] if params.token_ids else []
     first = [TokenLogprob(prompt[0], None, None, None)] if params.start_len == 0 else []
     return [*first, *_decoded(params, row.input, prompt[max(params.start_len, 1) :])]
 

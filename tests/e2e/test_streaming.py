@@ -54,6 +54,19 @@ def test_characters_are_never_torn(plain: Server, tokenizer: Tokenizer, interval
     assert cumulative[-1]["output_ids"] == joined
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+def test_half_a_character_shows_once_and_at_the_end(plain: Server, tokenizer: Tokenizer, interval: int) -> None:
+    """SA-10: whatever keeps a model from ending a character (a banned token, say), no stream shows a part of it before its end."""
+    ids = tokenizer.encode("five 😀")
+    while "\ufffd" not in tokenizer.decode(ids):
+        ids.pop()
+    texts, joined, _ = deltas(plain, ids, interval)
+    assert joined == [*ids, EOS]
+    assert "".join(texts) == "five \ufffd"
+    assert not any("\ufffd" in delta for delta in texts[:-1])
+    assert whole(plain, ids)[0] == "five \ufffd"
+
+
 def test_an_openai_stream_joins_to_the_whole(plain: Server, tokenizer: Tokenizer) -> None:
     text = "世界 ď 😀 e\u0301 five"
     chunks = plain.stream("/v1/completions", prompt=script(tokenizer.encode(text)), max_tokens=100)
