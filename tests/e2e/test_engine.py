@@ -457,7 +457,9 @@ assert "torch" not in sys.modules
 def test_continuations_are_a_batch_that_shares_its_prompt(engine: Engine) -> None:
     assert engine.flush_cache(DEADLINE).success
     ids = list(range(3, 60))
-    answers = engine.generate(input_ids=ids, continuations=[[70], [71, 72], [73]], sampling_params=FOUR, return_prompt_token_ids=True)
+    answers = engine.generate(
+        input_ids=ids, continuations=[[70], [71, 72], [73]], sampling_params=FOUR, return_prompt_token_ids=True
+    )
     assert [answer["prompt_token_ids"] for answer in answers] == [[*ids, 70], [*ids, 71, 72], [*ids, 73]]
     assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 57, 57], "the first computes what all share"
     alone = engine.generate(input_ids=[[*ids, 70], [*ids, 71, 72], [*ids, 73]], sampling_params=FOUR)
