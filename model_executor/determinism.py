@@ -15,11 +15,12 @@ from torch import nn
 
 from ..layers.embedding import Embedding
 from ..layers.invariant import InvariantProducts, check_invariance
+from ..layers.kernels.cpu.library import Native, native_kernels
 from ..layers.linear import Linear
 from .step import RunnerConfig
 
 T = TypeVar("T")
-BACKENDS = ("torch_invariant", "cpu")  # attention whose order of summing follows from a query's position
+BACKENDS = ("cpu", "torch_invariant")  # attention whose order of summing follows from a query's position
 
 
 def determined(config: RunnerConfig) -> RunnerConfig:
@@ -36,7 +37,8 @@ def determined(config: RunnerConfig) -> RunnerConfig:
         raise ValueError(f"deterministic inference: attention backend {name} is not among {', '.join(BACKENDS)}")
     if config.ranks.world_size > 1:
         raise ValueError("deterministic inference needs the whole model in one process")
-    return msgspec.structs.replace(config, attention_backend=name or BACKENDS[0])
+    best = "cpu" if isinstance(native_kernels(), Native) else "torch_invariant"
+    return msgspec.structs.replace(config, attention_backend=name or best)
 
 
 def check_model(config: RunnerConfig, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from banyan.layers.attention.torch_invariant import TorchInvariantBackend, first
 from banyan.layers.attention.torch_native import TorchNativeBackend
 from banyan.layers.forward_batch import ForwardBatch
 from banyan.layers.invariant import InvariantProducts, check_invariance, invariant_linear
+from banyan.layers.kernels.cpu.library import NotNative, native_kernels
 from banyan.managers.io_struct import LogprobParams, RowLogprobs
 from banyan.mem_cache.kv_pool import KVPool
 from banyan.model_executor.determinism import determined
@@ -109,14 +110,25 @@ def bits(harness: Harness, rid: str) -> tuple[list[int], bytes]:
     return harness.ids[rid], msgspec.msgpack.encode(logprobs)
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
+@pytest.fixture(
+    scope="module", params=[*itertools.product(["torch_invariant"], MODELS), ("cpu", "window"), ("cpu", "qwen3")], ids="-".join
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    backend, model = request.param
+    if backend == "cpu" and isinstance(native_kernels(), NotNative):
+        pytest.skip("no native kernels")
     folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(MODELS[request.param]))
+    (folder / "config.json").write_text(json.dumps(MODELS[model]))
     runners = []
     for overlap in (False, True):
         harness = Harness(
-            folder, overlap=overlap, page_size=1, load_format="dummy", enable_deterministic_inference=True, disable_radix_cache=True
+            folder,
+            overlap=overlap,
+            page_size=1,
+            load_format="dummy",
+            enable_deterministic_inference=True,
+            attention_backend=backend,
+            disable_radix_cache=True,
         )
         runners.append(harness.runner)
     yield folder, runners

@@ -67,6 +67,7 @@ class Harness:
             overlap=overlap,
             max_total_tokens=(total := options.pop("total", 2048)),
             logit_processors=options.pop("logit_processors", {}),
+            attention_backend=options.pop("attention_backend", None),
             enable_deterministic_inference=options.pop("enable_deterministic_inference", False),
         )
         config = SchedulerConfig(ipc=IPC, runner=runner_config, tokenizer_path="", **{"max_running_requests": 8, **options})
