@@ -144,8 +144,11 @@ def prefix_groups(
 
     A group shares at least SHARED_MIN slots, a multiple of TILE.
     """
+    candidates = np.flatnonzero((extend_lens == 1) & (seq_lens > SHARED_MIN))
+    if len(candidates) < 2:
+        return _NO_GROUPS
     found: dict[bytes, list[int]] = {}
-    for b in np.flatnonzero((extend_lens == 1) & (seq_lens > SHARED_MIN)):
+    for b in candidates:
         found.setdefault(table[rows[b], :SHARED_MIN].tobytes(), []).append(int(b))
     members: list[int] = []
     ends, lens = [], []
