@@ -1,0 +1,137 @@
+"""The linears of a model alone: every packed kind beside torch, and beside what memory and the arithmetic units allow.
+
+    python benchmarks/bench_kernels.py
+    python benchmarks/bench_kernels.py --rows 1,64 --kinds BF16,I8 --layers 4
+
+Times are those of the whole stack (all layers and the head) of SmolLM2-135M's shapes, each layer with weights of its own, so that
+they come from memory as they do in a model. The candidates take turns; a cell is the smallest of the repeats. The floor is the
+larger of bytes / bandwidth and operations / rate, both measured in the same run, the rate in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from report import environment, number, publish
+
+from banyan.layers.kernels.cpu.library import Native, native_kernels
+from banyan.layers.kernels.cpu.packed import Kind, PackedLinear, PackedWeight, aligned
+
+LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # (outputs, inputs): QKV, o, gate-up, down
+HEAD = (49152, 576)
+MIB = 1 << 20
+READ = 256 * MIB
+FMA_ROUNDS = 2_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to multiply by the whole stack."""
+
+    name: str
+    products: list[Callable[[torch.Tensor], torch.Tensor]]
+    nbytes: int
+    dtype: torch.dtype
+
+
+def main() -> int:
+    args = _arguments()
+    native = native_kernels()
+    if not isinstance(native, Native):
+        print(f"bench_kernels: error: {native.why}", file=sys.stderr)
+        return 1
+    facts = environment()
+    bandwidth, flops = _machine(native)
+    shapes = [shape for _ in range(args.layers) for shape in LAYER] + [HEAD]
+    candidates = _candidates(native, shapes, args.kinds)
+    results = []
+    for m in args.rows:
+        times = _turns(candidates, shapes, m, args.repeats)
+        operations = 2.0 * m * sum(n * k for n, k in shapes)
+        for candidate, seconds in zip(candidates, times, strict=True):
+            floor = max(candidate.nbytes / bandwidth, operations / flops)
+            results.append({"rows": m, "kind": candidate.name, "ms": seconds * 1e3, "floor_ms": floor * 1e3})
+    setting = {
+        "layers": args.layers,
+        "threads": torch.get_num_threads(),
+        "kernels": native.isa,
+        "memory_read_gb_s": bandwidth / 1e9,
+        "fma_gflops": flops / 1e9,
+    }
+    head = ("rows", "weights", "ms", "floor", "of the floor")
+    rows = [
+        [str(r["rows"]), str(r["kind"]), number(r["ms"]), number(r["floor_ms"]), f"{r['ms'] / r['floor_ms']:.2f}x"] for r in results
+    ]
+    publish({"benchmark": "kernels", "environment": facts, "setting": setting, "results": results}, head, rows, args.json)
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 32, 64, 256, 1024])
+    parser.add_argument("--kinds", type=lambda text: [Kind[part] for part in text.split(",")], default=list(Kind)[:5])
+    parser.add_argument("--layers", type=int, default=30, help="layers of the stack")
+    parser.add_argument("--repeats", type=int, default=5, help="turns; the best counts")
+    parser.add_argument("--threads", type=int, help="threads, if not torch's default")
+    parser.add_argument("--json", help="file for everything that was measured")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return args
+
+
+def _machine(native: Native) -> tuple[float, float]:
+    """(bytes a second, float32 operations a second)."""
+    block, sink = aligned(READ).zero_(), torch.zeros(1)
+    address = block.data_ptr()
+    read = min(_timed(lambda: native.lib.bny_read_memory(address, READ)) for _ in range(5))
+    operations = float(native.lib.bny_peak_flops(FMA_ROUNDS, sink.data_ptr()))
+    compute = min(_timed(lambda: native.lib.bny_peak_flops(FMA_ROUNDS, sink.data_ptr())) for _ in range(3))
+    return READ / read, operations / compute
+
+
+def _candidates(native: Native, shapes: list[tuple[int, int]], kinds: list[Kind]) -> list[Candidate]:
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        plain = [torch.randn(n, k).mul_(0.05).to(dtype) for n, k in shapes]
+        size = sum(w.numel() for w in plain) * dtype.itemsize
+        name = str(dtype).removeprefix("torch.")
+        found.append(Candidate(f"torch {name}", [lambda x, w=w: F.linear(x, w) for w in plain], size, dtype))
+        try:
+            ordered = [torch.ops.mkldnn._reorder_linear_weight(w.to_mkldnn(), None) for w in plain]
+        except RuntimeError:  # oneDNN has no bfloat16 for this CPU
+            continue
+        linear = torch.ops.mkldnn._linear_pointwise
+        call = [lambda x, w=w: linear(x, w, None, "none", [], "") for w in ordered]
+        found.append(Candidate(f"torch {name}, packed by oneDNN", call, size, dtype))
+    for kind in kinds:
+        packed = [PackedLinear([PackedWeight.pack(native, kind, torch.randn(n, k).mul_(0.05))], None) for n, k in shapes]
+        found.append(Candidate(kind.name, list(packed), sum(p.nbytes for p in packed), torch.float32))
+    return found
+
+
+def _turns(candidates: list[Candidate], shapes: list[tuple[int, int]], m: int, repeats: int) -> list[float]:
+    best = [float("inf")] * len(candidates)
+    inputs = {(k, dtype): torch.randn(m, k).to(dtype) for _, k in set(shapes) for dtype in (torch.float32, torch.bfloat16)}
+    with torch.inference_mode():
+        for _ in range(repeats):
+            for i, candidate in enumerate(candidates):
+                pairs = [(run, inputs[k, candidate.dtype]) for run, (_, k) in zip(candidate.products, shapes, strict=True)]
+                best[i] = min(best[i], _timed(lambda pairs=pairs: [run(x) for run, x in pairs] and None))
+    return best
+
+
+def _timed(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())
