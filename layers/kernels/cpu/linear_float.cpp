@@ -17,6 +17,16 @@ struct FloatRows {
   int64_t ldx;
 };
 
+// The largest block takes all registers but one: the compiler must not broadcast the next row's value before this one is used up.
+template <int M>
+BNY_INLINE void in_order(vf& a) {
+#if defined(__AVX2__)
+  if (M == MR) __asm__ volatile("" : "+v"(a));
+#else
+  (void)a;
+#endif
+}
+
 struct F32 {
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
@@ -29,11 +39,15 @@ struct F32 {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
     for (int64_t k = 0; k < t.k; k++) {
+      vf b[2 * P];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * P; v++) {
-        vf b = vf_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
+      for (int v = 0; v < 2 * P; v++) b[v] = vf_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + k]), b, acc[m][v]);
+      for (int m = 0; m < M; m++) {
+        vf a = vf_set1(x[m * ldx + k]);
+        in_order<M>(a);
+#pragma GCC unroll 8
+        for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_fma(a, b[v], acc[m][v]);
       }
     }
     finish<M, P>(t, panel, row, acc);
@@ -102,14 +116,25 @@ struct BF16 {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
     for (int64_t k = 0; k < pairs; k++) {
+      const uint32_t* at = w + k * NR;
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; half++) {
+        vf b[2 * P];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * P; v++) {
-        vi words = vi_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
-        vf low = vf_low_bf16(words), high = vf_high_bf16(words);
+        for (int v = 0; v < 2 * P; v++) {
+          const vi words = vi_load(at + (v / 2) * stride + (v % 2) * VL);
+          b[v] = half ? vf_high_bf16(words) : vf_low_bf16(words);
+        }
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + 2 * k]), low, acc[m][v]);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) acc[m][v] = vf_fma(vf_set1(x[m * ldx + 2 * k + 1]), high, acc[m][v]);
+        for (int m = 0; m < M; m++) {
+          vf a = vf_set1(x[m * ldx + 2 * k + half]);
+          in_order<M>(a);
+#pragma GCC unroll 8
+          for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_fma(a, b[v], acc[m][v]);
+        }
+#if defined(__AVX2__)
+        if (M == MR) __asm__ volatile("" ::: "memory");  // the second half loads the words again
+#endif
       }
     }
     if (t.k % 2) {
