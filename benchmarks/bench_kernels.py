@@ -107,8 +107,7 @@ def _candidates(native: Native, shapes: list[tuple[int, int]], kinds: list[Kind]
             ordered = [torch.ops.mkldnn._reorder_linear_weight(w.to_mkldnn(), None) for w in plain]
         except RuntimeError:  # oneDNN has no bfloat16 for this CPU
             continue
-        linear = torch.ops.mkldnn._linear_pointwise
-        call = [lambda x, w=w: linear(x, w, None, "none", [], "") for w in ordered]
+        call = [lambda x, w=w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in ordered]
         found.append(Candidate(f"torch {name}, packed by oneDNN", call, size, dtype))
     for kind in kinds:
         packed = [PackedLinear([PackedWeight.pack(native, kind, torch.randn(n, k).mul_(0.05))], None) for n, k in shapes]
