@@ -4,7 +4,8 @@
     python benchmarks/perplexity.py --model-path DIR --text FILE --forms bfloat16,int8
 
 The text is cut into pieces of --window tokens, each scored on its own from its second token on. Perplexity is exp of the mean
-negative log-probability of a token; the form "gguf" needs a GGUF file. Numbers are comparable only for the same text, window and model.
+negative log-probability of a token; the form "gguf" needs a GGUF file. Numbers are comparable only for the same
+text, window and model.
 """
 
 from __future__ import annotations
