@@ -126,8 +126,8 @@ def _check_served(reason: dict[str, Any] | None) -> None:
 
 @router.get("/health", response_class=PlainTextResponse)
 async def health(request: Request) -> Response:
-    """200 when requests are served, told from heartbeats, so a long prefill does not make it fail."""
-    reason = state_of(request).unready_reason()
+    """200 when requests are served, told from heartbeats, so neither a long prefill nor a full queue makes it fail."""
+    reason = state_of(request).unserving_reason()
     return PlainTextResponse("") if reason is None else PlainTextResponse(reason, status_code=503)
 
 

@@ -51,14 +51,17 @@ class ServerState:
         self._warm = True
         self.startup_time = time.monotonic() - self._begin
 
-    def unready_reason(self) -> str | None:
-        """Why new requests are not taken now; None if they are."""
+    def unserving_reason(self) -> str | None:
+        """Why no requests are served now; None if they are, however many wait."""
         if self.tm is None or self.phase != "ready":
             return self.phase
         health = self.tm.health()
-        if health.ready and self.tm.is_full:
-            return QUEUE_FULL_MESSAGE
         return None if health.ready else health.reason
+
+    def unready_reason(self) -> str | None:
+        """Why new requests are not taken now; None if they are."""
+        reason = self.unserving_reason()
+        return QUEUE_FULL_MESSAGE if reason is None and self.tm is not None and self.tm.is_full else reason
 
     def engine(self) -> TokenizerManager:
         """The tokenizer manager. Raises RequestError 503 while there is none."""

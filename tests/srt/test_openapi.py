@@ -30,5 +30,6 @@ def test_document(served: Any) -> None:
 def test_fuzzed(served: Any, tmp_path: Path) -> None:
     tool = Path(sys.executable).with_name("schemathesis")
     command = [str(tool), "run", served.url + "/openapi.json", "--checks", CHECKS, "--phases", "fuzzing", "-n", "15", "--seed", "1"]
+    command += ["--exclude-path", "/drain"]  # all that follows would be refused
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout

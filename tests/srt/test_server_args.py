@@ -16,6 +16,20 @@ from banyan.srt.server_args import ServerArgs, add_arguments, flag, options
 
 IPC = IpcNames(directory="/d", scheduler="a", detokenizer="b", tokenizer="c")
 SAMPLES: dict[type, Any] = {int: 64, float: 0.5, str: "x", bool: True}
+OWN_SAMPLES = {
+    "preferred_sampling_params": '{"a": 1}',
+    "json_model_override_args": '{"a": 1}',
+    "reasoning_parser": "qwen3",
+    "logit_processors": '{"a": "some.module:Class"}',
+    "tool_call_parser": "hermes",
+    "log_requests_level": 2,
+    "nnodes": 2,
+    "node_rank": 1,
+}
+NEEDS = {  # options that an option is refused without
+    "nnodes": {"tp_size": 2, "dist_init_addr": "127.0.0.1:5000", "dist_token": "x" * 16},
+    "node_rank": {"tp_size": 2, "nnodes": 2, "dist_init_addr": "127.0.0.1:5000", "dist_token": "x" * 16},
+}
 
 
 def parse(*argv: str) -> ServerArgs:
@@ -39,20 +53,14 @@ def test_every_option_is_explained_and_has_a_flag() -> None:
 
 @pytest.mark.parametrize("option", options(), ids=lambda option: option.name)
 def test_flag_and_keyword_give_the_same(option: Any, tmp_path: Path) -> None:
-    value = option.choices[-1] if option.choices else SAMPLES[option.kind]
+    value = OWN_SAMPLES.get(option.name, option.choices[-1] if option.choices else SAMPLES[option.kind])
     if option.name in ("chat_template", "tokenizer_path"):
         value = str(tmp_path / "file")
         Path(value).write_text("")
-    if option.name in ("preferred_sampling_params", "json_model_override_args"):
-        value = '{"a": 1}'
-    if option.name == "reasoning_parser":
-        value = "qwen3"
-    if option.name == "logit_processors":
-        value = '{"a": "some.module:Class"}'
-    if option.name == "tool_call_parser":
-        value = "hermes"
+    needs = NEEDS.get(option.name, {})
     argv = [flag(option.name)] if option.kind is bool else [flag(option.name), str(value)]
-    from_flag, from_keyword = parse(*argv), ServerArgs.from_kwargs({option.name: value})
+    argv += [part for name, needed in needs.items() for part in (flag(name), str(needed))]
+    from_flag, from_keyword = parse(*argv), ServerArgs.from_kwargs({option.name: value, **needs})
     assert from_flag == from_keyword
     assert getattr(from_flag, option.name) == value
     assert ServerArgs.from_kwargs({}) == parse()
