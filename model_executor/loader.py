@@ -56,7 +56,7 @@ def iter_weights(
     def wanted(name: str) -> bool:
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
             return False
-        return shard.local_name(name) is not None
+        return shard.is_whole or shard.local_name(name) is not None  # a whole model refuses what it has no place for
 
     weights = _gguf_weights(path, shard, wanted, keep_blocks) if is_file else _safetensors_weights(path, shard, wanted)
     for name, tensor in weights:
