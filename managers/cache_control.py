@@ -22,7 +22,7 @@ class CacheControl:
     def __init__(self, cache: PrefixCache, reply: Callable[[ControlReply], None], weight_version: str) -> None:
         self._cache = cache
         self._reply = reply
-        self._weight_version = weight_version
+        self.weight_version = weight_version
 
     def report(self, message: CacheReportReq) -> None:
         """Sizes, counters and the hottest prefixes."""
@@ -32,7 +32,7 @@ class CacheControl:
         """What of a prompt would hit, and why not more."""
         token_ids = unpack_ids(message.input_ids)
         if isinstance(self._cache, RadixCache):
-            key = CacheKey(weight_version=self._weight_version, extra_key=message.extra_key, cache_salt=message.cache_salt)
+            key = CacheKey(weight_version=self.weight_version, extra_key=message.extra_key, cache_salt=message.cache_salt)
             state = asdict(explain(self._cache.tree, key, token_ids))
         else:
             state = {"num_tokens": len(token_ids), "would_hit": 0, "reason": CACHE_OFF, "nearest": None, "complete": True}

@@ -164,7 +164,8 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str
     tokenizer_path: str
     chat_template: str | None = None  # path of a jinja file, None: the tokenizer's own
-    weight_version: str = "default"
+    weight_version: str = "default"  # of the weights that are loaded now
+    first_weight_version: str = ""  # of those that new processes load, once others were loaded
     incremental_streaming_output: bool = False
     allow_auto_truncate: bool = False
     abort_on_priority_when_disabled: bool = False

@@ -26,16 +26,21 @@ from .io_struct import (
     InternalStateReq,
     LastTurnsReq,
     LoadGrammarReq,
+    MemoryReq,
     PauseReq,
+    ProfileReq,
+    ReadWeightReq,
     ReleaseHoldReq,
     SetPace,
     ShutdownReq,
     Tick,
     ToScheduler,
+    UpdateWeightsReq,
 )
 from .pace import PrefillPace
 from .quiesce import Quiesce
 from .req import Req
+from .runner_control import RunnerControl
 from .scheduler import Scheduler
 from .thinking import Thinking
 from .tokenizer import Tokenizer
@@ -72,15 +77,16 @@ class Control:
         self._reply = reply
         self._tokenizer = tokenizer
         self._config = config
-        self._clock = clock
         self._tap = tap
-        self._begin = clock()
+        begin = clock()
+        self._clock: Callable[[], float] = lambda: clock() - begin
         self._ticked = float("-inf")  # the time of the newest tick
         self._quiesce = Quiesce(scheduler, reply)
         self._pace = _make_pace(scheduler, config)
         self._num_received = 0
         self._checked = False  # memory was checked since the last request ended
         cache = CacheControl(scheduler.memory.cache, reply, config.weight_version)
+        self._runner = RunnerControl(scheduler, reply, self._quiesce, cache, config.weight_version)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._generate,
             AbortReq: self._abort,
@@ -89,7 +95,11 @@ class Control:
             ReleaseHoldReq: self._release_hold,
             FlushCacheReq: self._quiesce.flush,
             PauseReq: self._quiesce.pause,
-            ContinueReq: self._quiesce.resume,
+            ContinueReq: self._runner.resume,
+            UpdateWeightsReq: self._runner.update,
+            ReadWeightReq: self._runner.read,
+            MemoryReq: self._runner.memory,
+            ProfileReq: self._runner.profile,
             InternalStateReq: self._internal_state,
             LastTurnsReq: lambda message: reply(ControlReply(call_id=message.call_id, state={"turns": last_turns()})),
             CacheReportReq: cache.report,
@@ -102,11 +112,13 @@ class Control:
     def receive(self, in_flight: bool) -> None:
         """Take in what has arrived. With nothing to do, first check the books and sleep until something arrives or is due."""
         self._quiesce.serve(in_flight=in_flight)
+        self._runner.serve(in_flight=in_flight)
         if not in_flight and self._scheduler.is_resting():
             self._rest()
         for message in self._tap(self._inbox.take(self._own_messages)):
             self._handlers[type(message)](message)
         self._quiesce.serve(in_flight=in_flight)
+        self._runner.serve(in_flight=in_flight)
 
     def _rest(self) -> None:
         if self._scheduler.is_idle():
@@ -126,7 +138,7 @@ class Control:
         return own
 
     def _now(self) -> float:
-        return self._clock() - self._begin
+        return self._clock()
 
     def _next_due(self) -> float:
         return min(self._scheduler.gate.timers.next_due(), self._quiesce.next_due())
@@ -152,7 +164,7 @@ class Control:
             return
         try:
             req = Req.from_message(
-                message, arrival=self._num_received, weight_version=self._config.weight_version, tokenizer=self._tokenizer
+                message, arrival=self._num_received, weight_version=self._runner.weight_version, tokenizer=self._tokenizer
             )
             req.constraint = self._constraint(message)
         except Exception as error:

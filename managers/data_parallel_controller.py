@@ -38,6 +38,7 @@ from .io_struct import (
     ToController,
     TokenOutput,
     ToScheduler,
+    UpdateWeightsReq,
 )
 from .ipc import Receiver, Sender
 from .recovery import REPLICA_LOST
@@ -168,11 +169,22 @@ class Controller:
             self._lasting["pause"] = message
         elif isinstance(message, ContinueReq):
             self._lasting.pop("pause", None)
+        elif isinstance(message, UpdateWeightsReq):
+            self._remember_weights(message)
         elif isinstance(message, ReleaseHoldReq):
             self._sessions.pop(message.session, None)
         elif isinstance(message, FlushCacheReq):
             for index in self._alive:
                 self._router.prefixes.forget(index)
+
+    def _remember_weights(self, message: UpdateWeightsReq) -> None:
+        """For a replica that starts anew: the newest checkpoint, and what was laid over it since."""
+        if message.path and not message.partial:
+            for key in [key for key in self._lasting if key.startswith("weights ")]:
+                del self._lasting[key]
+        self._lasting[f"weights {message.call_id}"] = message
+        for index in self._alive:
+            self._router.prefixes.forget(index)
 
     # --- from the replicas
 

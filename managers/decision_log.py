@@ -30,10 +30,13 @@ from .io_struct import (
     LastTurnsReq,
     LoadGrammarReq,
     LogprobParams,
+    ProfileReq,
+    ReadWeightReq,
     ReleaseHoldReq,
     Tick,
     TokenOutput,
     ToScheduler,
+    UpdateWeightsReq,
     pack_ids,
     unpack_ids,
 )
@@ -44,7 +47,7 @@ from .scheduler import Scheduler
 FORMAT = 1
 RING_TURNS = 200
 STOP_STRING = "stop_string"  # kind of a finish by one of the request's stop strings
-QUESTIONS = (CacheReportReq, ExplainCacheReq, LastTurnsReq)  # change nothing, so they are not recorded
+QUESTIONS = (CacheReportReq, ExplainCacheReq, LastTurnsReq, ReadWeightReq, ProfileReq)  # change nothing, so are not recorded
 
 
 class BatchRecord(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -212,6 +215,8 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
         )
     if isinstance(message, AbortReq):
         return AbortReq(rid=name(message.rid), abort_all=message.abort_all)
+    if isinstance(message, UpdateWeightsReq):
+        return msgspec.structs.replace(message, path="?")
     if isinstance(message, ReleaseHoldReq):
         return ReleaseHoldReq(session=name(message.session))
     if isinstance(message, LoadGrammarReq | DropGrammarReq):  # a grammar only changes the sampled ids

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from .io_struct import ControlReply, ExplainCacheReq, Heartbeat, SchedulerReport
+from .io_struct import ControlReply, ExplainCacheReq, Heartbeat, ReadWeightReq, SchedulerReport
 
 MEANS = ("token_usage", "new_token_ratio", "hit_rate", "cache_hit_rate")  # of these the mean says more than the sum
 
@@ -38,6 +38,8 @@ class Call:
         if isinstance(self.message, ExplainCacheReq):
             best = max(states, key=lambda index: states[index]["would_hit"])
             return {**states[best], "dp_rank": best}
+        if isinstance(self.message, ReadWeightReq):  # all have the same weights
+            return next(iter(states.values()))
         merged = merge_states(list(states.values()))
         if len(states) > 1:
             merged["replicas"] = [{"dp_rank": index, **state} for index, state in states.items()]

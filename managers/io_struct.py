@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from ..model_executor.step import ProfileSpec
 from .sampling_params import SamplingParams
 from .thinking import ThinkingParams
 
@@ -177,6 +178,45 @@ class ContinueReq(Message):
     call_id: int
 
 
+class UpdateWeightsReq(Message):
+    """Load other weights between two steps: a checkpoint, or (partial) only the tensors in the folder's model.safetensors.
+
+    Answered when it is done. Until then no request is admitted; it begins when none runs any more, or during a pause.
+    weight_version None: it stays. An empty path: only the version changes.
+    """
+
+    call_id: int
+    path: str
+    load_format: str = "auto"
+    partial: bool = False
+    flush_cache: bool = True
+    abort_all: bool = False
+    weight_version: str | None = None
+
+
+class ReadWeightReq(Message):
+    """Ask for the first values of a tensor."""
+
+    call_id: int
+    name: str
+    limit: int
+
+
+class MemoryReq(Message):
+    """Give the memory of "weights" or "kv_cache" back to the system, or take it again."""
+
+    call_id: int
+    release: bool
+    tags: list[str]
+
+
+class ProfileReq(Message):
+    """Start a profile of the forward steps, or (spec None) stop it; the answer's message is then the path of the trace."""
+
+    call_id: int
+    spec: ProfileSpec | None = None
+
+
 class InternalStateReq(Message):
     """Ask for the scheduler's state (loads, memory, derived arguments)."""
 
@@ -323,6 +363,10 @@ ToScheduler = (
     | FlushCacheReq
     | PauseReq
     | ContinueReq
+    | UpdateWeightsReq
+    | ReadWeightReq
+    | MemoryReq
+    | ProfileReq
     | InternalStateReq
     | LastTurnsReq
     | CacheReportReq

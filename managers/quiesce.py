@@ -59,6 +59,14 @@ class Quiesce:
         if self._flushes:
             self._flushes = [flush for flush in self._flushes if not self._answered(*flush, in_flight=in_flight)]
 
+    def forget_cache(self) -> int:
+        """Empty the cache, pins and what sessions hold included; the number of these. Only while no request has a row."""
+        memory = self._scheduler.memory
+        memory.pins.clear()
+        num_held = memory.holds.clear()
+        memory.cache.reset()
+        return num_held
+
     def _finish_pauses(self) -> None:
         for message in self._pauses:
             if message.mode == "retract":
@@ -71,9 +79,7 @@ class Quiesce:
         if scheduler.is_drained():
             if in_flight:
                 return False
-            scheduler.memory.pins.clear()
-            num_held = scheduler.memory.holds.clear()
-            scheduler.memory.cache.reset()
+            num_held = self.forget_cache()
             text = f"Cache flushed; {num_held} sessions lost what they held." if num_held else "Cache flushed."
             self._reply(ControlReply(call_id=call_id, message=text))
             return True

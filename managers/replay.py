@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..model_executor.step import ModelInfo, StepHandle, StepInput, StepOutput
+from ..model_executor.step import ModelInfo, ProfileSpec, StepHandle, StepInput, StepOutput
 from .control import Control
 from .decision_log import FORMAT, STOP_STRING, Header, NoDisguise, Recorder, Turn, TurnRecord, TurnSink
 from .errors import BanyanError
@@ -114,6 +114,24 @@ class _RecordedRunner:
 
     def launch(self, step: StepInput) -> StepHandle:
         return _RecordedHandle(self, len(step.sample_index))
+
+    def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
+        """There are no weights."""
+
+    def read_weight(self, name: str, limit: int) -> list[float]:
+        raise ValueError("there are no weights")
+
+    def release_memory(self, tags: list[str]) -> None:
+        """There is no memory to free."""
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """There is no memory to allocate."""
+
+    def start_profile(self, spec: ProfileSpec) -> None:
+        raise ValueError("nothing runs that could be profiled")
+
+    def stop_profile(self) -> str:
+        raise ValueError("no profile is under way")
 
     def close(self) -> None:
         """Nothing to stop."""

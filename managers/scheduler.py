@@ -209,7 +209,7 @@ class Scheduler:
     # --- prefill
 
     def _plan_prefill(self) -> PrefillPlan | None:
-        if self.chunked is None and not len(self.waiting):
+        if self.chunked is None and (self.gate.closed or not len(self.waiting)):
             return None
         return self.planner.plan(self.chunked, self.running)
 

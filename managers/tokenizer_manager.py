@@ -34,6 +34,7 @@ from .io_struct import (
     Heartbeat,
     InternalStateReq,
     LastTurnsReq,
+    Message,
     PauseReq,
     TextOutput,
     Timings,
@@ -235,6 +236,16 @@ class TokenizerManager:
         turns: list[str] = (await self._calls.call(lambda call_id: LastTurnsReq(call_id=call_id))).state["turns"]
         return turns
 
+    async def control(self, make: Callable[[int], Message]) -> ControlReply:
+        """Send the scheduler what ``make`` makes of a call_id, and wait for its answer."""
+        self._check_alive()
+        return await self._calls.call(make)
+
+    def set_weight_version(self, version: str) -> None:
+        """What replies tell from now on, until new processes begin with the first weights again."""
+        first = self.config.first_weight_version or self.config.weight_version
+        self.config = msgspec.structs.replace(self.config, weight_version=version, first_weight_version=first)
+
     async def radix_cache(self, k: int = 10) -> dict[str, Any]:
         """What the prefix cache holds: sizes in tokens, counters, and its k hottest prefixes with the text of their ends."""
         self._check_alive()
@@ -294,6 +305,7 @@ class TokenizerManager:
             await link.close(linger=False)
         self._calls.fail(self._life.new_error)
         self._grammars.forget()
+        self.set_weight_version(self.config.first_weight_version or self.config.weight_version)
         self.stats.restarted()
         self._recovery().give_up_begun(self._life.new_error)
 

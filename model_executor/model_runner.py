@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -25,15 +26,16 @@ from .device import Device, create_device
 from .forward import AttentionPlan, HiddenStates, make_forward, plan_attention, plan_forward
 from .future_map import FutureMap
 from .gpu_plan import GpuFacts, GpuPlan, plan_gpu, refuse_gpu_options
-from .loader import iter_weights
 from .memory import available_memory, cache_tokens
 from .model_config import ModelConfig, ModelConfigError, load_model_config
 from .models.blocks import DecoderModel
 from .models.registry import model_class
+from .profiler import StepProfiler
 from .shard import Shard
 from .stage_handle import ResultBox, StageHandle
-from .step import FatalStepError, ModelInfo, RunnerConfig, StepHandle, StepInput
+from .step import FatalStepError, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput
 from .weight_form import plan_weights
+from .weight_sources import WeightSources
 from .weights import dummy_weights, load_weights
 
 
@@ -41,9 +43,23 @@ class _Cache:
     """What exists from init_cache on."""
 
     def __init__(
-        self, builder: BatchBuilder, backend: AttentionBackend, forward: HiddenStates, future_map: FutureMap, edits: LogitEdits
+        self,
+        builder: BatchBuilder,
+        backend: AttentionBackend,
+        forward: HiddenStates | None,  # None while the weights are released
+        future_map: FutureMap,
+        edits: LogitEdits,
     ) -> None:
         self.builder, self.backend, self.forward, self.future_map, self.edits = builder, backend, forward, future_map, edits
+
+
+@dataclass(slots=True)
+class _Upkeep:
+    """What outlives weights and KV that are released. cache_size: the arguments of init_cache."""
+
+    sources: WeightSources
+    profiler: StepProfiler
+    cache_size: tuple[int, np.ndarray] | None = None
 
 
 class ModelRunner:
@@ -58,6 +74,8 @@ class ModelRunner:
         self._processors = load_processors(config.logit_processors)
         self._cache: _Cache | None = None
         self._graphs: DecodeGraphs | None = None
+        sources = WeightSources(self._model_config, config.model_path, config.load_format)
+        self._upkeep = _Upkeep(sources, StepProfiler(config.ranks.name))
         self._closed = False
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         try:
@@ -65,7 +83,7 @@ class ModelRunner:
             self._attention = self._plan_attention()
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
-            self._model: DecoderModel | None = self._device.run(self._load)
+            self._model: DecoderModel | None = self._device.run(lambda: self._load(sources))
             num_tokens, pool_why = cache_tokens(
                 config,
                 self._shard.local,
@@ -85,7 +103,38 @@ class ModelRunner:
         return self._num_tokens
 
     def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
+        self._upkeep.cache_size = num_slots, req_to_token
         self._cache = self._device.run(lambda: self._make_cache(num_slots, req_to_token))
+
+    def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
+        sources = self._upkeep.sources.with_overlay(path) if partial else WeightSources(self._model_config, path, load_format)
+        self._device.run(lambda: self._replace_model(sources))
+        self._upkeep.sources = sources
+
+    def read_weight(self, name: str, limit: int) -> list[float]:
+        return self._device.run(lambda: self._upkeep.sources.values(name, limit))
+
+    def release_memory(self, tags: list[str]) -> None:
+        self._graphs = None
+        if "weights" in tags:
+            self._model = None
+            if self._cache is not None:
+                self._cache.forward = None
+        if "kv_cache" in tags:
+            self._cache = None
+
+    def resume_memory(self, tags: list[str]) -> None:
+        if "weights" in tags:
+            self._device.run(lambda: self._replace_model(self._upkeep.sources))
+        if "kv_cache" in tags and self._upkeep.cache_size is not None:
+            num_slots, req_to_token = self._upkeep.cache_size
+            self._cache = self._device.run(lambda: self._make_cache(num_slots, req_to_token))
+
+    def start_profile(self, spec: ProfileSpec) -> None:
+        self._device.run(lambda: self._upkeep.profiler.start(spec))
+
+    def stop_profile(self) -> str:
+        return self._device.run(self._upkeep.profiler.stop)
 
     def launch(self, step: StepInput) -> StepHandle:
         if self._closed:
@@ -104,20 +153,32 @@ class ModelRunner:
     # --- on the forward thread ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _load(self) -> DecoderModel:
+    def _load(self, sources: WeightSources) -> DecoderModel:
         config = self._config
         with self._device.device:
             make = model_class(self._model_config.architecture)
             model = make(self._model_config, self._plan.compute, shard=self._shard, ranks=self._ranks)
         packer = self._plan.packer(model)
-        if config.load_format == "dummy":
+        if sources.load_format == "dummy":
             dummy_weights(model, config.random_seed, packer)
         else:
-            source, keep_blocks = config.model_path, self._plan.keep_blocks
-            weights = iter_weights(source, config.load_format, self._model_config, self._shard, keep_blocks=keep_blocks)
-            load_weights(model, weights, packer)
+            load_weights(model, sources.tensors(self._shard, keep_blocks=self._plan.keep_blocks), packer)
         check_model(config, model)
         return model.eval()
+
+    @torch.inference_mode()
+    def _replace_model(self, sources: WeightSources) -> None:
+        """Another model in the place of this one, over the same KV. It stands before the old one goes: failures change nothing."""
+        model = self._load(sources)
+        if (cache := self._cache) is not None:
+            cache.forward = self._bound(model, cache.backend)
+            self._graphs = self._record(cache.forward, cache.builder.table, cache.backend)
+        self._model = model
+
+    def _bound(self, model: DecoderModel, backend: AttentionBackend) -> HiddenStates:
+        """A forward of the model over the KV of the backend."""
+        bind_attention(model, backend)
+        return make_forward(model, self._plan.native, self._model_config, backend)
 
     @torch.inference_mode()
     def _make_cache(self, num_slots: int, req_to_token: np.ndarray) -> _Cache:
@@ -134,15 +195,14 @@ class ModelRunner:
         )
         future_map = FutureMap(req_to_token.shape[0], self._device.device)
         backend = self._attention.make_backend(pool)
-        bind_attention(self._loaded_model(), backend)
-        forward = make_forward(self._loaded_model(), self._plan.native, self._model_config, backend)
+        forward = None if self._model is None else self._bound(self._model, backend)
         edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
         builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._attention.draw is not None)
         self._graphs = self._record(forward, builder.table, backend)
         return _Cache(builder, backend, forward, future_map, edits)
 
-    def _record(self, forward: HiddenStates, table: torch.Tensor, backend: AttentionBackend) -> DecodeGraphs | None:
-        if not self._attention.graph_sizes:
+    def _record(self, forward: HiddenStates | None, table: torch.Tensor, backend: AttentionBackend) -> DecodeGraphs | None:
+        if forward is None or not self._attention.graph_sizes:
             return None
         stream = torch.cuda.current_stream(self._device.device)
         return record_decode(forward, backend, table, sizes=self._attention.graph_sizes, stream=stream)
@@ -158,6 +218,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _run(self, step: StepInput) -> list[torch.Tensor]:
         """Ids that the step samples, int64 [S], and what log-probabilities it is asked for."""
+        self._upkeep.profiler.step()
         cache = self._require_cache()
         cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
         batch, (sample_rows, draws) = cache.builder.build(step)
@@ -214,6 +275,8 @@ class ModelRunner:
             return recorded
         cache = self._require_cache()
         cache.backend.plan(batch)
+        if cache.forward is None:
+            raise RuntimeError("the weights are released")
         if self._config.ranks.is_first_stage:
             return cache.forward(batch)
         shape = (len(batch.input_ids), self._model_config.hidden_size)

@@ -12,12 +12,14 @@ A prompt that is ``[vocab_size - 1, n, id_1, ..., id_n]`` is a script: its outpu
 from __future__ import annotations
 
 import json
+import os
+import zlib
 
 import numpy as np
 
 from ..layers.late_mask import LateMask
 from .model_config import load_model_config
-from .step import NO_CHOICE, ModelInfo, RunnerConfig, StepHandle, StepInput, timed_step
+from .step import NO_CHOICE, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput, timed_step
 from .worker import InlineWorker, ThreadWorker, Worker
 
 DEFAULT_SLOTS = 65536
@@ -28,6 +30,18 @@ def fake_logprob(position: int | np.ndarray, token_ids: np.ndarray) -> np.ndarra
     """What the oracle gives as the log-probability of tokens at a position: float32, negative, different for nearly all."""
     values: np.ndarray = (-((31 * token_ids + 7 * position) % 997 + 1) / 128).astype(np.float32)
     return values
+
+
+def tensor_names(path: str) -> list[str]:
+    """Names in a safetensors file. Raises ValueError if it is none, OSError if it is not there."""
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size < 100 << 20:
+            raise ValueError("the tensors are no safetensors: the length of the header is out of range")
+        header = json.loads(file.read(size))
+    if not isinstance(header, dict):
+        raise ValueError("the tensors are no safetensors: the header is no object")
+    return [name for name in header if name != "__metadata__"]
 
 
 class OracleRunner:
@@ -54,6 +68,7 @@ class OracleRunner:
         self._num_slots = config.max_total_tokens or DEFAULT_SLOTS
         self._page_size = config.page_size
         self._powers = _BASE ** np.arange(model.context_len + 1, dtype=np.uint64)
+        self._salt = 0  # stands for the weights: what is computed with others is another KV
         self._worker: Worker = ThreadWorker() if config.overlap else InlineWorker()
 
     def max_cache_tokens(self) -> int:
@@ -61,11 +76,33 @@ class OracleRunner:
 
     def init_cache(self, num_slots: int, req_to_token: np.ndarray) -> None:
         self._slots = np.full(num_slots + self._page_size, -1, np.int64)
+        self._salts = np.zeros(num_slots + self._page_size, np.uint64)  # the weights with which each slot was computed
         self._req_to_token = req_to_token
         self._sampled = np.zeros(req_to_token.shape[0], np.int64)  # the newest token of each row, for placeholders
 
     def launch(self, step: StepInput) -> StepHandle:
         return self._worker.submit(lambda: timed_step(lambda: self._run(step)))
+
+    def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
+        """Other tokens follow from here on, by the names of the tensors in the folder's model.safetensors."""
+        names = tensor_names(os.path.join(path, "model.safetensors"))
+        self._salt = zlib.crc32(" ".join(sorted(names)).encode())
+
+    def read_weight(self, name: str, limit: int) -> list[float]:
+        raise ValueError("the token oracle has no weights")
+
+    def release_memory(self, tags: list[str]) -> None:
+        if "kv_cache" in tags:
+            self._slots[:] = -1
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """There is nothing to allocate."""
+
+    def start_profile(self, spec: ProfileSpec) -> None:
+        raise ValueError("the token oracle runs no kernels that could be profiled")
+
+    def stop_profile(self) -> str:
+        raise ValueError("no profile is under way")
 
     def close(self) -> None:
         self._worker.close()
@@ -75,8 +112,9 @@ class OracleRunner:
         if len(input_ids) and not (input_ids.min() >= 0 and input_ids.max() < self.info.vocab_size):
             raise IndexError("an input id is outside the vocabulary")
         self._slots[step.out_cache_loc] = input_ids
-        contexts = (self._context(int(step.rows[i]), int(step.seq_lens[i])) for i in step.sample_index)
-        next_ids = np.fromiter((self._next(ids) for ids in contexts), np.int64, len(step.sample_index))
+        self._salts[step.out_cache_loc] = self._salt
+        slots = (self._req_to_token[int(step.rows[i]), : int(step.seq_lens[i])] for i in step.sample_index)
+        next_ids = np.fromiter((self._next(self._slots[own], self._salts[own]) for own in slots), np.int64, len(step.sample_index))
         self._avoid_banned(step, next_ids)
         if step.sampling.allowed is not None:
             self._follow(step.sampling.allowed, next_ids)
@@ -103,16 +141,12 @@ class OracleRunner:
             top_ids += best
         return [np.concatenate(values), np.concatenate(top_ids).astype(np.int32)] if values else []
 
-    def _context(self, row: int, length: int) -> np.ndarray:
-        ids: np.ndarray = self._slots[self._req_to_token[row, :length]]
-        return ids
-
-    def _next(self, ids: np.ndarray) -> int:
+    def _next(self, ids: np.ndarray, salts: np.ndarray) -> int:
         vocab_size = self.info.vocab_size
         if ids[0] == vocab_size - 1 and len(ids) > 1:
             position = len(ids) - 2 - int(ids[1])
             return int(ids[2 + position]) if 0 <= position < ids[1] else self.info.eos_token_ids[0]
-        digest = int(((ids + 1).astype(np.uint64) * self._powers[: len(ids)]).sum())
+        digest = int((((ids + 1).astype(np.uint64) + salts) * self._powers[: len(ids)]).sum())
         return (digest >> 17) % (vocab_size - 1)
 
     def _follow(self, mask: LateMask, next_ids: np.ndarray) -> None:

@@ -142,6 +142,19 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     explain: dict[str, str] = {}  # derived value -> why it is so
 
 
+class ProfileSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Which steps are profiled, and where the trace goes. num_steps None: until it is stopped."""
+
+    folder: str
+    name: str = ""
+    prefix: str = ""
+    activities: tuple[str, ...] = ("CPU", "GPU")
+    start_step: int = 0
+    num_steps: int | None = None
+    with_stack: bool = False
+    record_shapes: bool = False
+
+
 class Runner(Protocol):
     """Runs forward steps in the order of their launch."""
 
@@ -156,6 +169,25 @@ class Runner(Protocol):
 
     def launch(self, step: StepInput) -> StepHandle:
         """Enqueue one step. The arrays of ``step`` belong to the runner from here on."""
+
+    def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
+        """Load other weights of the same shapes, between two steps: a checkpoint, or (partial) the tensors in the folder's
+        model.safetensors alone. Raises ValueError or OSError, and then nothing has changed."""
+
+    def read_weight(self, name: str, limit: int) -> list[float]:
+        """The first values of a tensor by its name in the checkpoint. Raises ValueError if there is none."""
+
+    def release_memory(self, tags: list[str]) -> None:
+        """Free the memory of "weights" or "kv_cache" until resume_memory; no step may be launched before that."""
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """Allocate again what was released: the same weights, and KV that is empty."""
+
+    def start_profile(self, spec: ProfileSpec) -> None:
+        """Begin a profile. Raises ValueError while one is under way, OSError for a folder that cannot be written."""
+
+    def stop_profile(self) -> str:
+        """End the profile; the path of its trace. Raises ValueError if there is none."""
 
     def close(self) -> None:
         """Stop worker threads and free the pools. Idempotent."""

@@ -17,9 +17,11 @@ from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError, StartError
 from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
+from ..managers.model_service import ModelService
 from ..managers.sessions import OpenSession
 from ..managers.tokenizer_manager import TokenizerManager
 from . import info, tracing
+from .engine_control import EngineControl
 from .launcher import launch
 from .loop_thread import LoopThread, Stream
 from .server_args import ServerArgs
@@ -64,7 +66,7 @@ POSITIONAL = (
 KNOWN = {*POSITIONAL, *UNSUPPORTED, *GenerateInput.__struct_fields__} - {"text", "input_ids", "sampling_params"}
 
 
-class Engine:
+class Engine(EngineControl):
     """One model, ready to generate when the constructor returns.
 
     Options are those of ``banyan serve`` (ServerArgs), as keywords; log_level is "error" unless given. Raises StartError, with a
@@ -83,6 +85,7 @@ class Engine:
             self.tokenizer_manager = TokenizerManager(self._launched.manager_config, self._launched.info)
             tracing.install(self.tokenizer_manager, self.server_args)
             self._thread = _start_loop(self.tokenizer_manager)
+            self._models = ModelService(self.tokenizer_manager)
         except BaseException:
             self._launched.stop(0)
             raise
@@ -129,6 +132,13 @@ class Engine:
             return await self._thread.call_async(self.tokenizer_manager.generate(request))
         generation = await self._thread.call_async(self.tokenizer_manager.start(request), Generation.abort)
         return Stream(self._thread, self.tokenizer_manager, generation, request)
+
+    def chat(
+        self, messages: list[dict[str, Any]], sampling_params: Params = None, *, chat_template_kwargs: Any = None, **named: Any
+    ) -> Answer | Iterator[dict[str, Any]]:
+        """Answer a conversation: ``generate`` for what the chat template makes of it. named: as there."""
+        ids = self.chat_ids(messages, chat_template_kwargs=chat_template_kwargs)
+        return self.generate(None, sampling_params, ids, **named)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> int:
         """Abort the request with exactly this rid, or the ones it was expanded to, or all; says how many choices that were."""

@@ -27,6 +27,7 @@ from . import (
     session_api,
     template_api,
     tokens_api,
+    weights_api,
 )
 from .auth import Door
 from .head_limit import HeadLimitProtocol
@@ -51,7 +52,8 @@ def create_app(state: ServerState) -> FastAPI:
     app.add_middleware(Door, api_key=state.args.api_key, admin_api_key=state.args.admin_api_key)
     # Any web page may call the server, but none with a user's cookies.
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
-    for api in (native_api, session_api, cache_api, template_api, tokens_api, parse_api, score_api, loads_api, ops_api, routes):
+    added = (native_api, session_api, cache_api, template_api, tokens_api, parse_api, score_api, loads_api, ops_api, weights_api)
+    for api in (*added, routes):
         api.install(app)
     if state.args.enable_metrics:
         metrics.install(app, state)

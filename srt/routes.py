@@ -53,6 +53,17 @@ def _table() -> dict[str, Access]:
         "/pause_generation",
         "/radix_cache",
         "/radix_cache/explain",
+        "/destroy_weights_update_group",
+        "/get_weights_by_name",
+        "/init_weights_update_group",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+        "/start_profile",
+        "/stop_profile",
+        "/update_weight_version",
+        "/update_weights_from_disk",
+        "/update_weights_from_distributed",
+        "/update_weights_from_tensor",
     )
     return {
         **dict.fromkeys(public, Access.PUBLIC),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
+from ..managers.model_service import ModelService
 from ..managers.request_gate import QUEUE_FULL_MESSAGE
 from ..managers.start_clock import StartClock
 from .http_metrics import HttpCounts
@@ -34,11 +35,13 @@ class ServerState:
         self.processes: Callable[[], dict[str, int]] | None = None  # pids of the children by name
         self._begin = time.monotonic()
         self._warm = False
+        self._models: ModelService | None = None
 
     def attach(self, tm: TokenizerManager) -> None:
         """The engine stands. Raises StartError for a chat template that does not compile."""
         self.chat_template = ChatTemplate.of(tm.tokenizer, tm.config.chat_template)
         self.tm = tm
+        self._models = ModelService(tm)
 
     @property
     def phase(self) -> Literal["starting", "ready", "draining"]:
@@ -68,6 +71,13 @@ class ServerState:
         if self.tm is None:
             raise RequestError("The server is starting.", status_code=503, err_type="ServiceUnavailableError")
         return self.tm
+
+    def model_service(self) -> ModelService:
+        """For what trainers and developers ask. Raises RequestError 503 while there is no engine."""
+        self.engine()
+        if self._models is None:
+            raise RequestError("The server is starting.", status_code=503, err_type="ServiceUnavailableError")
+        return self._models
 
     def serving(self) -> TokenizerManager:
         """The tokenizer manager, for a new request. Raises RequestError 503 when none is taken."""

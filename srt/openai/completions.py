@@ -29,6 +29,10 @@ NAMES = {
 }
 
 
+def _names(body: CompletionBody) -> dict[str, str]:
+    return NAMES if body.response_format is None else NAMES | dict.fromkeys(("json_schema", "structural_tag"), "response_format")
+
+
 async def completions(request: Request) -> Response:
     """Complete one prompt or several, each n times."""
     require_json(request)
@@ -127,7 +131,7 @@ def _choice(body: CompletionBody, output: Output, generation: Generation) -> dic
 
 
 async def _answer(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> dict[str, Any]:
-    generation = await start(tm, _query(body), NAMES)
+    generation = await start(tm, _query(body), _names(body))
     usage = Usage(body.n)
     outputs = await collect(generation, usage)
     echoes = await _echoes(tm, body, generation)
@@ -138,7 +142,7 @@ async def _answer(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> d
 
 async def _chunks(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
     """One chunk per output that tells something. Clients read choices[0] of each, so only a usage chunk they asked for has none."""
-    generation = await start(tm, _query(body), NAMES)
+    generation = await start(tm, _query(body), _names(body))
     usage = Usage(body.n)
     try:
         writer = _Choices(tm, body, generation, await _echoes(tm, body, generation))

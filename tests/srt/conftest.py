@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
@@ -87,6 +88,8 @@ class FakeManager:
         self.sessions = SessionController(8)
         self.flush_reply = ControlReply(call_id=0)
         self.flush_timeouts: list[float] = []
+        self.controls: list[Any] = []
+        self.control_reply = ControlReply(call_id=7, message="Done.", state={"values": []})
         self.health_now: dict[str, Any] = {"alive": True, "ready": True, "reason": ""}
         self.tasks: set[asyncio.Task[None]] = set()
         self.stats = RequestStats()
@@ -167,6 +170,14 @@ class FakeManager:
     async def flush_cache(self, timeout: float = 0.0) -> ControlReply:
         self.flush_timeouts.append(timeout)
         return self.flush_reply
+
+    async def control(self, make: Callable[[int], Any]) -> ControlReply:
+        message = make(7)
+        self.controls.append(message)
+        return self.control_reply
+
+    def set_weight_version(self, version: str) -> None:
+        self.config = msgspec.structs.replace(self.config, weight_version=version)
 
     async def in_pool(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.to_thread(function, *arguments)

@@ -36,7 +36,7 @@ def test_the_table_has_every_route_and_no_other() -> None:
 
 
 def test_routes_that_change_the_server_want_the_admin_key() -> None:
-    words = re.compile(r"cache|weights|memory|profile|pause|continue|abort|adapter|configure|trace|freeze|internal|drain|dump")
+    words = re.compile(r"cache|weight|memory|profile|pause|continue|abort|adapter|configure|trace|freeze|internal|drain|dump")
     public = {path for path, access in ROUTES.items() if access is Access.PUBLIC}
     assert {path for path in ROUTES if words.search(path)} == {path for path, access in ROUTES.items() if access is Access.ADMIN}
     assert public <= {"/health", "/health_generate", "/livez", "/readyz", "/startupz", "/metrics"}

@@ -1,0 +1,154 @@
+"""Clients and gateways of others against the real server. BANYAN_CLIENTS names a folder with a virtual environment for each;
+docs/compatibility.md says what is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server import Server, until
+
+CLIENTS = Path(os.environ.get("BANYAN_CLIENTS") or "/nowhere")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+PROMPT = "the quick brown fox jumps over the lazy dog " * 4
+# The package's __init__ wants every library of its engine; the load generator does not.
+LOAD_GENERATOR = """
+import runpy, sys, types
+from pathlib import Path
+package = types.ModuleType("sglang")
+package.__path__ = [str(next(Path(path) / "sglang" for path in sys.path if (Path(path) / "sglang").is_dir()))]
+package.__version__ = "0"
+unused = types.ModuleType("sglang.srt.disaggregation.utils")
+unused.FAKE_BOOTSTRAP_HOST = ""
+sys.modules |= {"sglang": package, unused.__name__: unused}
+runpy.run_module("sglang.benchmark.serving", run_name="__main__", alter_sys=True)
+"""
+TASK = """
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: FILE}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+metric_list: [{metric: acc}]
+"""
+
+pytestmark = pytest.mark.nightly
+
+
+def program(environment: str, name: str) -> str:
+    path = CLIENTS / environment / "bin" / name
+    if not path.exists():
+        pytest.skip(f"BANYAN_CLIENTS has no {environment}/bin/{name}")
+    return str(path)
+
+
+def run(*command: str, folder: Path) -> str:
+    """What a program that must succeed wrote."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env={**os.environ, **OFFLINE}, timeout=600
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def workers(start: Callable[..., Server]) -> Iterator[list[Server]]:
+    servers = [start("--served-model-name", "tiny") for _ in range(2)]
+    for server in servers:
+        server.wait_ready()
+    yield servers
+    for server in servers:
+        assert "Traceback" not in server.text()
+        server.terminate()
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai"])
+def test_load_generator(workers: list[Server], model: str, tmp_path: Path, backend: str) -> None:
+    python, port = program("sglang", "python"), str(workers[0].port)
+    sizes = ["--num-prompts", "40", "--random-input-len", "64", "--random-output-len", "16"]
+    where = ["--host", "127.0.0.1", "--port", port, "--tokenizer", model, "--dataset-name", "random-ids", "--model", "tiny"]
+    output = ["--output-file", "out.jsonl", "--flush-cache"]
+    run(python, "-c", LOAD_GENERATOR, "--backend", backend, *where, *sizes, *output, folder=tmp_path)
+    assert json.loads((tmp_path / "out.jsonl").read_text())["completed"] == 40
+
+
+@contextmanager
+def gateway(command: list[str], folder: Path) -> Iterator[httpx.Client]:
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, metrics = free.getsockname()[1], other.getsockname()[1]
+    options = ["--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
+    with (folder / "gateway.log").open("w") as log:
+        process = subprocess.Popen([*command, *options], stdout=log, stderr=log)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            until(lambda: _generates(client))
+            yield client
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _generates(client: httpx.Client) -> bool:
+    try:
+        return client.post("/generate", json=_body("are you there")).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def _body(text: str, **more: Any) -> dict[str, Any]:
+    return {"text": text, "sampling_params": {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}, **more}
+
+
+@pytest.mark.parametrize("name", ["sglang-router", "smg"])
+def test_gateways_route_prefixes_to_their_worker(workers: list[Server], tmp_path: Path, name: str) -> None:
+    urls = [server.url for server in workers]
+    with gateway([program(name, name), "launch", "--worker-urls", *urls], tmp_path) as client:
+        expected = workers[0].generate(**_body(PROMPT))["text"]
+        assert client.post("/flush_cache").json()["status"] == "success"
+        answers = [client.post("/generate", json=_body(PROMPT)).json() for _ in range(6)]
+        assert {answer["text"] for answer in answers} == {expected}
+        assert all(answer["meta_info"]["cached_tokens"] for answer in answers[1:])
+        completion = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        assert client.post("/v1/completions", json=completion).json()["choices"][0]["text"] == expected
+        streamed = client.post("/v1/completions", json={**completion, "stream": True}).text
+        assert streamed.rstrip().endswith("data: [DONE]")
+        assert client.post("/generate", json={"text": "a", "sampling_params": {"top_p": 2}}).status_code == 400
+        assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+
+
+@pytest.mark.timeout(700)
+def test_evaluation_harness(workers: list[Server], model: str, tmp_path: Path) -> None:
+    """Choices scored through echoed log-probabilities."""
+    harness, data = program("lm-eval", "lm_eval"), tmp_path / "data.jsonl"
+    rows = [{"question": f"The sum of {i} and one is", "choices": [f" {i}", f" {i + 1}"], "answer": 1} for i in range(12)]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "choices.yaml").write_text(TASK.replace("FILE", str(data)))
+    where = f"model=tiny,base_url={workers[0].url}/v1/completions,tokenizer={model},num_concurrent=4,max_length=1000"
+    told = run(
+        *(harness, "--model", "local-completions", "--model_args", where, "--include_path", str(tmp_path), "--tasks", "choices"),
+        folder=tmp_path,
+    )
+    assert "|choices|" in told
+
+
+@pytest.mark.timeout(700)
+def test_guidellm(workers: list[Server], model: str, tmp_path: Path) -> None:
+    told = run(
+        *(program("guidellm", "guidellm"), "run", "--backend", f"kind=openai_http,target={workers[0].url},model=tiny"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=20"),
+        *("--tokenizer", f"kind=hf_auto,model={model}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
+        folder=tmp_path,
+    )
+    assert "successful=20 errored=0" in told
