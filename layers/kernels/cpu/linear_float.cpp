@@ -170,6 +170,15 @@ void run(const bny_linear_t* l, float* y, int64_t ldy, int64_t m, const At& at) 
 }  // namespace
 
 void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
+#if defined(BNY_DOT_BF16)
+  const bool many = m >= MANY_ROWS && l->kind == BNY_F32;
+#else
+  const bool many = m >= MANY_ROWS;
+#endif
+  if (many) {
+    many_rows(l, x, ldx, y, ldy, m);
+    return;
+  }
   auto plain = [&](int64_t row) { return FloatRows{x + row * ldx, ldx}; };
   if (l->kind == BNY_F32) {
     run<F32, FloatRows>(l, y, ldy, m, plain);
