@@ -135,6 +135,23 @@ def test_a_row_does_not_depend_on_its_batch(native: Native, kind: Kind, shape: t
         assert torch.equal(linear(x[-m:]), whole[-m:])
 
 
+@pytest.mark.parametrize("kind", FROM_FLOATS)
+@pytest.mark.parametrize("shape", [(100, 289), (53, 640)], ids=str)
+def test_many_rows_are_the_rows_one_by_one(native: Native, kind: Kind, shape: tuple[int, int]) -> None:
+    """More rows and longer ones than a block holds, on one thread and on more."""
+    w, x, b = tensors(*shape, 281, bias=True)
+    linear = PackedLinear([PackedWeight.pack(native, kind, w)], b)
+    single = torch.cat([linear(row[None]) for row in x])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for m in (12, 48, 281):
+                assert torch.equal(linear(x[:m]), single[:m])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_bfloat16_weights_are_packed_as_they_are(native: Native) -> None:
     w = torch.randn(40, 33).bfloat16()
     assert torch.equal(PackedWeight.pack(native, Kind.BF16, w).unpack(), w.float())

@@ -114,8 +114,8 @@ static void run_rows(const Tile& tile, int64_t panels, const Rows& rows, int64_t
 // linear_float.cpp and linear_int.cpp: one link of the chain, called by all threads of a region; they meet at barriers.
 void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
 void int_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
-// linear_many.cpp: F32 and BF16 for MANY_ROWS or more, the same bits as float_rows.
-enum { MANY_ROWS = 24 };
+// linear_many.cpp: what float_rows leaves to it, the same bits. From these rows on blocks of k gain more than they cost.
+enum { MANY_ROWS_F32 = 48, MANY_ROWS_BF16 = 12 };
 void many_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m);
 int64_t float_scratch(const bny_linear_t* l, int64_t m);
 int64_t int_scratch(const bny_linear_t* l, int64_t m);

@@ -170,18 +170,9 @@ void run(const bny_linear_t* l, float* y, int64_t ldy, int64_t m, const At& at) 
 }  // namespace
 
 void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
-#if defined(BNY_DOT_BF16)
-  const bool many = m >= MANY_ROWS && l->kind == BNY_F32;
-#else
-  const bool many = m >= MANY_ROWS;
-#endif
-  if (many) {
-    many_rows(l, x, ldx, y, ldy, m);
-    return;
-  }
   auto plain = [&](int64_t row) { return FloatRows{x + row * ldx, ldx}; };
   if (l->kind == BNY_F32) {
-    run<F32, FloatRows>(l, y, ldy, m, plain);
+    m < MANY_ROWS_F32 ? run<F32, FloatRows>(l, y, ldy, m, plain) : many_rows(l, x, ldx, y, ldy, m);
     return;
   }
 #if defined(BNY_DOT_BF16)
@@ -192,7 +183,7 @@ void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, in
   run<BF16, PairRows>(l, y, ldy, m, [&](int64_t row) { return PairRows{pairs + row * words, words}; });
 #else
   (void)scratch;
-  run<BF16, FloatRows>(l, y, ldy, m, plain);
+  m < MANY_ROWS_BF16 ? run<BF16, FloatRows>(l, y, ldy, m, plain) : many_rows(l, x, ldx, y, ldy, m);
 #endif
 }
 

@@ -1,9 +1,9 @@
-// Float weights times many rows: blocks of k, so that what is used again stays in cache.
+// Float weights times many rows, by blocks of k, so that what is used again stays in cache.
 //
-// A span of rows meets one block of k of all its panels before the next block comes: the span's part of x (ROWS x BLOCK floats) stays in
-// the second cache, the panel's (BLOCK x NR floats, bfloat16 expanded once per span) in the first. The sums wait in y between blocks.
-// Each is still one chain of additions in ascending k that starts at zero, the same as in linear_float.cpp: loading and storing a float
-// changes nothing, so neither does the number of rows.
+// A span of rows meets one block of k of all its panels before the next block comes: the span's part of x (ROWS x BLOCK floats) stays
+// in the second cache, the panel's (BLOCK x NR floats, expanded once for the span where it is bfloat16) in the first. Sums wait in y
+// between blocks. Each is still one chain of additions that starts at zero and ascends in k, as in linear_float.cpp: a float does not
+// change where it is stored and loaded, so results do not depend on the number of rows or on how they are split.
 #include "linear.h"
 
 namespace {
@@ -15,26 +15,28 @@ enum { MR = 6 };
 #else
 enum { MR = 5 };
 #endif
-enum { BLOCK = 256, ROWS = 264, FEW_PANELS = 8 };
+enum { BLOCK = 288, ROWS = 22 * 12, PANELS_PER_THREAD = 8, LINE = 64 };
 
+// M rows, one panel, one block of k.
 struct Block {
-  const float* x;
+  const float* x;  // [M][k], rows ldx apart
   int64_t ldx;
-  const float* w;     // [k][NR]
+  const float* w;  // [k][NR]
   int64_t k;
-  const float* ahead;  // what comes next: k * NR floats to fetch a part of, or NULL
-  int64_t ahead_lines;
-  float* y;           // sums so far, and then
+  float* y;  // [M][NR], rows ldy apart
   int64_t ldy;
+  const char* ahead;  // lines to fetch meanwhile, of the panel that comes next
+  int64_t lines;
 };
 
-// The sums of M rows and one panel go on over a block of k.
+// Sums go on over the block; the first one starts them.
 template <int M, bool FIRST>
-void sums(const Block& b) {
+void add_block(const Block& b) {
   const int64_t ldx = b.ldx, ldy = b.ldy, k = b.k;
   const float *w = b.w, *x = b.x;
   float* y = b.y;
-  for (int64_t i = 0; i < b.ahead_lines; i++) __builtin_prefetch(b.ahead + i * 16, 0, 2);
+  for (int64_t i = 0; i < b.lines; i++) __builtin_prefetch(b.ahead + i * LINE);
+  for (int m = 0; m < M; m++) __builtin_prefetch(y + (M + m) * ldy, 1);  // sums of the next rows
   vf acc[M][2];
 #pragma GCC unroll 12
   for (int m = 0; m < M; m++)
@@ -47,7 +49,7 @@ void sums(const Block& b) {
     for (int m = 0; m < M; m++) {
       vf a = vf_set1(x[m * ldx + i]);
 #if defined(__AVX2__)
-      __asm__ volatile("" : "+v"(a));  // in this order: with all broadcasts first there are too few registers
+      __asm__ volatile("" : "+v"(a));  // used up before the next broadcast: there are registers for one
 #endif
       acc[m][0] = vf_fma(a, w0, acc[m][0]);
       acc[m][1] = vf_fma(a, w1, acc[m][1]);
@@ -60,36 +62,34 @@ void sums(const Block& b) {
 }
 
 template <bool FIRST>
-void block_of_rows(int64_t size, const Block& b) {
+void add_rows(int64_t size, const Block& b) {
   switch (size) {
-    case 1: sums<1, FIRST>(b); break;
-    case 2: sums<2, FIRST>(b); break;
-    case 3: sums<3, FIRST>(b); break;
-    case 4: sums<4, FIRST>(b); break;
-    case 5: sums<5, FIRST>(b); break;
-    case 6: if constexpr (MR >= 6) sums<6, FIRST>(b); break;
-    case 7: if constexpr (MR >= 7) sums<7, FIRST>(b); break;
-    case 8: if constexpr (MR >= 8) sums<8, FIRST>(b); break;
-    case 9: if constexpr (MR >= 9) sums<9, FIRST>(b); break;
-    case 10: if constexpr (MR >= 10) sums<10, FIRST>(b); break;
-    case 11: if constexpr (MR >= 11) sums<11, FIRST>(b); break;
-    default: if constexpr (MR >= 12) sums<12, FIRST>(b); break;
+    case 1: add_block<1, FIRST>(b); break;
+    case 2: add_block<2, FIRST>(b); break;
+    case 3: add_block<3, FIRST>(b); break;
+    case 4: add_block<4, FIRST>(b); break;
+    case 5: add_block<5, FIRST>(b); break;
+    case 6: if constexpr (MR >= 6) add_block<6, FIRST>(b); break;
+    case 7: if constexpr (MR >= 7) add_block<7, FIRST>(b); break;
+    case 8: if constexpr (MR >= 8) add_block<8, FIRST>(b); break;
+    case 9: if constexpr (MR >= 9) add_block<9, FIRST>(b); break;
+    case 10: if constexpr (MR >= 10) add_block<10, FIRST>(b); break;
+    case 11: if constexpr (MR >= 11) add_block<11, FIRST>(b); break;
+    default: if constexpr (MR >= 12) add_block<12, FIRST>(b); break;
   }
 }
 
-// Values [begin, begin + k) of a panel as floats; out is used where they are not yet.
-const float* panel_floats(int32_t kind, const char* panel, int64_t begin, int64_t k, float* out) {
-  if (kind == BNY_F32) return (const float*)panel + begin * NR;
-  const uint32_t* words = (const uint32_t*)panel + begin / 2 * NR;  // begin is even
-  for (int64_t i = 0; i < k; i += 2, words += NR)
+// Pairs of bfloat16 [k / 2][NR][2] as floats [k][NR]; out has room for an even k.
+void expand(const uint32_t* pairs, int64_t k, float* out) {
+  for (int64_t i = 0; i < k; i += 2, pairs += NR)
     for (int v = 0; v < 2; v++) {
-      const vi both = vi_load(words + v * VL);
+      const vi both = vi_load(pairs + v * VL);
       vf_store(out + i * NR + v * VL, vf_low_bf16(both));
-      if (i + 1 < k) vf_store(out + (i + 1) * NR + v * VL, vf_high_bf16(both));
+      vf_store(out + (i + 1) * NR + v * VL, vf_high_bf16(both));
     }
-  return out;
 }
 
+// Rows that are worked on together.
 struct Span {
   const bny_linear_t* l;
   const float* x;
@@ -99,55 +99,54 @@ struct Span {
   int64_t m;
 };
 
-// The results of a span's rows: panels [first, last), all of k.
-void span_rows(const Span& s, int64_t first, int64_t last) {
-  alignas(64) float expanded[BLOCK * NR];
-  alignas(64) float edge[ROWS * NR];  // the sums of the last panel, where it is not full
+// All rows of a span, one panel, values [begin, begin + k).
+void add_panel(const Span& s, int64_t panel, int64_t begin, int64_t k, bool another) {
+  alignas(64) float expanded[BLOCK * NR], edge[MR * NR];
   const bny_linear_t* l = s.l;
-  const int64_t stride = panel_bytes(l->kind, l->k), parts = div_up(l->k, BLOCK), step = round_up(div_up(l->k, parts), 2);
-  const int64_t blocks = div_up(s.m, MR);
-  for (int64_t begin = 0; begin < l->k; begin += step) {
-    const int64_t k = l->k - begin < step ? l->k - begin : step;
-    const bool ends = begin + k == l->k;
-    for (int64_t panel = first; panel < last; panel++) {
-      const char* packed = (const char*)l->data + panel * stride;
-      const int64_t channels = l->n - panel * NR < NR ? l->n - panel * NR : NR;
-      const float* w = panel_floats(l->kind, packed, begin, k, expanded);
-      const float* bias = ends && l->bias ? l->bias + panel * NR : nullptr;
-      const bool edged = channels < NR;
-      const int64_t size_of = l->kind == BNY_F32 ? 4 : 2;
-      const char* next = packed + stride + begin * NR * size_of;
-      const int64_t lines = div_up(k * NR * size_of / 64, blocks);
-      for (int64_t b = 0; b < blocks; b++) {
-        const int64_t row = s.m * b / blocks, size = s.m * (b + 1) / blocks - row;
-        Block block{s.x + row * s.ldx + begin, s.ldx, w, k, (const float*)(next + b * lines * 64), panel + 1 < last ? lines : 0,
-                    s.y + row * s.ldy + panel * NR, s.ldy};
-        if (edged) block.y = edge + row * NR, block.ldy = NR;
-        if (edged && begin > 0)
-          for (int64_t r = 0; r < size; r++) memcpy(block.y + r * NR, s.y + (row + r) * s.ldy + panel * NR, channels * 4);
-        if (begin == 0) {
-          block_of_rows<true>(size, block);
-        } else {
-          block_of_rows<false>(size, block);
-        }
-        for (int64_t r = 0; edged && r < size; r++) memcpy(s.y + (row + r) * s.ldy + panel * NR, block.y + r * NR, channels * 4);
-        for (int64_t r = 0; bias && r < size; r++) {
-          float* out = s.y + (row + r) * s.ldy + panel * NR;
-          for (int64_t c = 0; c < channels; c++) out[c] += bias[c];
-        }
-      }
+  const int64_t size_of = l->kind == BNY_F32 ? 4 : 2, stride = panel_bytes(l->kind, l->k), blocks = div_up(s.m, MR);
+  const int64_t channels = l->n - panel * NR < NR ? l->n - panel * NR : NR, lines = another ? div_up(k * NR * size_of / LINE, blocks) : 0;
+  const char* packed = (const char*)l->data + panel * stride + begin * NR * size_of;  // begin is even
+  const float* bias = l->bias && begin + k == l->k ? l->bias + panel * NR : nullptr;
+  if (l->kind != BNY_F32) expand((const uint32_t*)packed, k, expanded);
+  const float* w = l->kind == BNY_F32 ? (const float*)packed : expanded;
+  for (int64_t b = 0; b < blocks; b++) {
+    const int64_t row = s.m * b / blocks, size = s.m * (b + 1) / blocks - row;
+    float* y = s.y + row * s.ldy + panel * NR;
+    Block block{s.x + row * s.ldx + begin, s.ldx, w, k, y, s.ldy, packed + stride + b * lines * LINE, lines};
+    if (channels < NR) {  // a panel that is not full has its sums elsewhere
+      block.y = edge, block.ldy = NR;
+      for (int64_t r = 0; r < size; r++) memcpy(edge + r * NR, y + r * s.ldy, channels * 4);
     }
+    begin == 0 ? add_rows<true>(size, block) : add_rows<false>(size, block);
+    for (int64_t r = 0; r < size && channels < NR; r++) memcpy(y + r * s.ldy, edge + r * NR, channels * 4);
+    for (int64_t r = 0; r < size && bias; r++)
+      for (int64_t c = 0; c < channels; c++) y[r * s.ldy + c] += bias[c];
   }
+}
+
+// Panels [first, last) of a span, all of k.
+void add_panels(const Span& s, int64_t first, int64_t last) {
+  const int64_t all = s.l->k, step = round_up(div_up(all, div_up(all, BLOCK)), 2);
+  for (int64_t begin = 0; begin < all; begin += step)
+    for (int64_t panel = first; panel < last; panel++)
+      add_panel(s, panel, begin, all - begin < step ? all - begin : step, panel + 1 < last);
 }
 
 }  // namespace
 
 void many_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m) {
-  const int64_t panels = div_up(l->n, NR), spans = div_up(m, ROWS);
-  for (int64_t i = 0; i < spans; i++) {
-    const int64_t first = m * i / spans, last = m * (i + 1) / spans;
-    int64_t begin, end;
-    bny_share(panels, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
-    span_rows(Span{l, x + first * ldx, ldx, y + first * ldy, ldy, last - first}, begin, end);
+  const int64_t panels = div_up(l->n, NR), threads = omp_get_num_threads(), whole = div_up(m, ROWS);
+  // Where panels are few for the threads, spans are smaller and dealt out too.
+  int64_t spans = panels < PANELS_PER_THREAD * threads ? whole * div_up(PANELS_PER_THREAD * threads, panels) : whole;
+  const int64_t most = div_up(m, 4 * MR);
+  if (spans > most) spans = most > whole ? most : whole;
+  int64_t begin, end;
+  bny_share(spans * panels, omp_get_thread_num(), threads, &begin, &end);
+  while (begin < end) {
+    const int64_t span = begin / panels, panel = begin % panels;
+    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
+    const int64_t first = m * span / spans, last = m * (span + 1) / spans;
+    add_panels(Span{l, x + first * ldx, ldx, y + first * ldy, ldy, last - first}, panel, panel + count);
+    begin += count;
   }
 }
