@@ -69,6 +69,34 @@ BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return dot_us(acc, u, s); }
 BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 #endif
 
+// Adds the products of four values of a row. From three rows on there is no register to spare, but the compiler orders additions anew
+// and spills: there the order is written down.
+template <int M>
+BNY_INLINE vi add_nibbles(vi acc, vi u, const int32_t* x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (M > 2) {
+    vi t;
+    __asm__("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(t) : "x"(u), "m"(*x));
+    return acc;
+  }
+#endif
+  return dot_nibble(acc, u, vi_set1(*x));
+}
+
+template <int M>
+BNY_INLINE vi add_bytes(vi acc, vi value, vi size, const int32_t* x) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if (M > 2) {
+    vi t;
+    __asm__("vpbroadcastd %4, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
+            : "+x"(acc), "=&x"(t)
+            : "x"(value), "x"(size), "m"(*x), "x"(_mm256_set1_epi16(1)));
+    return acc;
+  }
+#endif
+  return dot_us(acc, size, sign8(vi_set1(*x), value));
+}
+
 // --- rows of x
 
 // Quantised rows in scratch. A row is int8 [padded_k], then for I8 its scale, else scale [groups] and scale * sum [groups] (of 16
@@ -152,7 +180,7 @@ BNY_INLINE void dot_bytes(const char* w, const int32_t* const* x, int64_t at, vi
   for (int s = 0; s < STEPS; s++) {
     const vi value = vi_load(w + s * STEP), size = abs8(value);
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++) acc[m] = dot_us(acc[m], size, sign8(vi_set1(x[m][at + s]), value));
+    for (int m = 0; m < M; m++) acc[m] = add_bytes<M>(acc[m], value, size, x[m] + at + s);
   }
 }
 
@@ -165,8 +193,8 @@ BNY_INLINE void dot_nibbles(const char* w, const int32_t* const* x, int64_t at, 
     const vi both = vi_load(w + s * STEP), low = low4(both), high = high4(both);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
-      acc[m] = dot_nibble(acc[m], low, vi_set1(x[m][at + s]));
-      acc[m] = dot_nibble(acc[m], high, vi_set1(x[m][at + 4 + s]));
+      acc[m] = add_nibbles<M>(acc[m], low, x[m] + at + s);
+      acc[m] = add_nibbles<M>(acc[m], high, x[m] + at + 4 + s);
     }
   }
 #pragma GCC unroll 12
@@ -308,7 +336,7 @@ struct I8 {
 #else
         const vi size = abs8(value);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) acc[m][v] = dot_us(acc[m][v], size, sign8(vi_set1(x[m][s]), value));
+        for (int m = 0; m < M; m++) acc[m][v] = add_bytes<M>(acc[m][v], value, size, x[m] + s);
 #endif
       }
     }
