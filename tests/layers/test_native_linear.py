@@ -56,6 +56,18 @@ def test_agrees_with_torch(native: Native, kind: Kind, shape: tuple[int, int], b
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_q8_of_floats_is_near_them(native: Native, shape: tuple[int, int]) -> None:
+    w, x, _ = tensors(*shape, 3, bias=False)
+    packed = PackedWeight.pack(native, Kind.Q8, w)
+    values = packed.unpack()
+    assert float((values - w).abs().max()) <= float(w.abs().max()) / 127
+    expected = F.linear(rounded(x, Kind.Q8).double(), values.double())
+    torch.testing.assert_close(PackedLinear([packed], None)(x).double(), expected, rtol=1e-5, atol=1e-4 * shape[1] ** 0.5)
+    with pytest.raises(ValueError, match="blocks of a file"):
+        PackedWeight.pack(native, Kind.Q6K, torch.ones(2, 256))
+
+
 def file_blocks(type_name: str, n: int, k: int, seed: int = 0) -> np.ndarray:
     """Random bytes of a GGUF tensor, its scales near 1."""
     values, size, halves = BLOCKS[type_name]

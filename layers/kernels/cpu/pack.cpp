@@ -61,11 +61,29 @@ void pack_q4(int64_t rows, int64_t k, const float* w, int64_t ldw, char* panel) 
   }
 }
 
+void pack_q8(int64_t rows, int64_t k, const float* w, int64_t ldw, char* panel) {
+  for (int64_t at = 0; at < k; at += GROUP, panel += Q8_BYTES) {
+    const int64_t n = k - at < GROUP ? k - at : GROUP;
+    float inverse[NR];
+    for (int c = 0; c < NR; c++) {
+      float largest = 0.0f;
+      for (int64_t i = 0; c < rows && i < n; i++) largest = fmaxf(largest, fabsf(w[c * ldw + at + i]));
+      ((uint16_t*)panel)[c] = f32_to_f16(largest / 127.0f);
+      const float scale = f16_to_f32(((uint16_t*)panel)[c]);
+      inverse[c] = scale > 0.0f ? 1.0f / scale : 0.0f;
+    }
+    pack_values((int8_t*)panel + 2 * NR, rows, GROUP, 4, [&](int c, int64_t i) {
+      return i < n ? (int8_t)clamp(rintf(w[c * ldw + at + i] * inverse[c]), -127.0f, 127.0f) : (int8_t)0;
+    });
+  }
+}
+
 void pack_panel(int32_t kind, int64_t rows, int64_t k, const float* w, int64_t ldw, char* panel) {
   switch (kind) {
     case BNY_F32: pack_values((float*)panel, rows, k, 1, [&](int c, int64_t i) { return w[c * ldw + i]; }); break;
     case BNY_BF16: pack_values((uint16_t*)panel, rows, k, 2, [&](int c, int64_t i) { return f32_to_bf16(w[c * ldw + i]); }); break;
     case BNY_I8: pack_i8(rows, k, w, ldw, panel); break;
+    case BNY_Q8: pack_q8(rows, k, w, ldw, panel); break;
     default: pack_q4(rows, k, w, ldw, panel); break;
   }
 }

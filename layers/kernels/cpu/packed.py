@@ -46,6 +46,8 @@ class PackedWeight:
         """Pack, and quantise to ``kind``, a weight [n, k] on the CPU, float32 or bfloat16, whose rows are contiguous."""
         if weight.device.type != "cpu" or weight.dim() != 2 or weight.stride(1) != 1 or weight.numel() == 0:
             raise ValueError("a weight to pack must be a matrix on the CPU with contiguous rows")
+        if kind in (Kind.Q4K, Kind.Q6K):
+            raise ValueError(f"{kind.name} comes from blocks of a file only")
         packed = cls(native, kind, weight.shape[0], weight.shape[1])
         if weight.dtype is torch.bfloat16 and kind is Kind.BF16:
             native.lib.bny_pack_bf16(packed.n, packed.k, weight.data_ptr(), weight.stride(0), packed.data.data_ptr())
