@@ -12,7 +12,7 @@ from banyan.layers.attention.base import AttentionSpec
 from banyan.layers.kernels.cpu.attention import StepStruct, kv_struct
 from banyan.layers.kernels.cpu.build import supported_levels
 from banyan.layers.kernels.cpu.library import load
-from banyan.layers.rotary import rotate
+from banyan.layers.kernels.ops import rotate
 from banyan.mem_cache.kv_pool import KVPool
 
 LIB = load(supported_levels()[-1]).lib

@@ -124,7 +124,7 @@ def test_long_requests_grow_the_mask():
 
 
 def test_an_unknown_backend_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'flashy'; known are torch_native, cpu, triton, flashinfer, fa3"):
+    with pytest.raises(ValueError, match=r"'flashy'; known are torch_native, torch_invariant, cpu, triton, flashinfer, fa3"):
         attention_backend("flashy")
 
 
