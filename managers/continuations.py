@@ -1,8 +1,8 @@
 """A prompt with several continuations in one request: a batch whose items are that prompt and one continuation each.
 
 The scheduler computes what they share once (in-batch prefix caching). Log-probabilities, where they are asked for and no start is
-given, begin one token before the first at which any item departs from the prompt's own tokens: a text and its continuation are
-tokenised together, so the border may move.
+given, begin at the first position at which any item departs from the prompt's own tokens: a text and its continuation are tokenised
+together, so the border may move.
 """
 
 from __future__ import annotations

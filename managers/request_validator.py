@@ -284,7 +284,7 @@ class RequestValidator:
         raise RequestError(f"The input ({len(ids)} tokens) is longer than the KV cache can serve ({limit} tokens).", param=field)
 
     def _start_of_continuations(self, plan: RequestPlan, prompts: list[np.ndarray]) -> int:
-        """Where their log-probabilities begin: one token before the first that any of them has of its own."""
+        """Where their log-probabilities begin: at the first token that any of them has of its own."""
         prompt = plan.continued or ""
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         first = departure(np.asarray(ids, dtype=np.int64), prompts)
@@ -292,7 +292,7 @@ class RequestValidator:
             raise RequestError(
                 "The continuations change the first token of the prompt, which has no log-probability.", param="continuations"
             )
-        return max(first - 1, 0)
+        return first
 
     def _continue(self, turn: Turn, ids: np.ndarray) -> np.ndarray:
         """The whole prompt of a session's turn; a BOS amid a conversation would be none of its author's."""

@@ -106,13 +106,13 @@ class NativeBackend(Backend):
     def _score_continuations(
         self, prompt: Prompt, choices: Sequence[str], metas: list[dict[str, Any]]
     ) -> tuple[list[list[Entry]], list[list[Entry]]]:
-        """(entries of each choice's tokens, output entries). The server finds where the choices depart from the prompt's tokens,
-        and begins one token before."""
+        """(entries of each choice's tokens, output entries). The server finds where the choices depart from the prompt's tokens
+        and begins there."""
         body = {"text": prompt.text, "continuations": list(choices), "sampling_params": NO_TOKENS}
         answers = self.post({**body, "return_logprob": True, "return_text_in_logprobs": True})
         found = [_served(answer["meta_info"]) for answer in answers]
         metas += found
-        return [meta["input_token_logprobs"][1:] for meta in found], _outputs(found)
+        return [meta["input_token_logprobs"] for meta in found], _outputs(found)
 
     def _score_texts(
         self, prompt: Prompt, choices: Sequence[str], metas: list[dict[str, Any]]
