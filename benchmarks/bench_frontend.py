@@ -48,8 +48,8 @@ class Call:
 class Recording(RuntimeEndpoint):
     """A backend that keeps its calls."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
         self.calls: list[Call] = []
         self._calls_lock = threading.Lock()
 
