@@ -32,6 +32,7 @@ CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one block may take (CUDA C++ guide, table of limits)
 OPTIONS = ("num_warps", "num_stages")
 FP8 = "fp8e4nv"  # Triton's name of torch.float8_e4m3fn
+FP8_WIDE = "fp8e5"  # of torch.float8_e5m2
 FP8_CAPABILITY = 89  # the first that has it
 
 
@@ -65,6 +66,7 @@ def attention_variants() -> list[Variant]:
         (64, 3, "fp16", "fp16"),
         (80, 1, "bf16", "bf16"),
         (128, 8, "bf16", FP8),
+        (128, 4, "bf16", FP8_WIDE),
         (256, 4, "bf16", "bf16"),
     ):
         for split in (True, False):
@@ -84,7 +86,7 @@ def attention_variants() -> list[Variant]:
             {"HEADS": 32, "D": 128, "BLOCK_D": 128, "num_warps": 2},
         )
     )
-    for pool in ("bf16", FP8):
+    for pool in ("bf16", FP8, FP8_WIDE):
         types = ["*bf16", "*bf16", f"*{pool}", f"*{pool}", "*i64", *["i32"] * 5]
         found.append(
             Variant(

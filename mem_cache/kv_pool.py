@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 
 class KVPool:
     """K and V of all layers, each [num_slots + page_size, num_kv_heads, head_dim].
@@ -12,7 +14,8 @@ class KVPool:
     gives it memory when it is first written.
 
     What is computed in ``compute_dtype`` may be stored in another dtype. int8 holds round(x / s) with a float32 scale s for each
-    slot and head, the one that maps the greatest of the head's values to 127.
+    slot and head, the one that maps the greatest of the head's values to 127. float8 has no scales; what it cannot hold becomes the
+    greatest that it can.
     """
 
     def __init__(
@@ -51,7 +54,11 @@ class KVPool:
             if self._scales:
                 x, scale = _quantise(x)
                 self._scales[2 * layer + i].index_copy_(0, slots, scale)
-            pool.index_copy_(0, slots, x.to(pool.dtype))
+            if pool.dtype in FLOAT8:  # indexed as bytes: torch has no such operation for them
+                most = torch.finfo(pool.dtype).max
+                pool.view(torch.uint8).index_copy_(0, slots, x.clamp(-most, most).to(pool.dtype).view(torch.uint8))
+            else:
+                pool.index_copy_(0, slots, x.to(pool.dtype))
 
     def k(self, layer: int) -> torch.Tensor:
         """The whole K of a layer, a view."""
@@ -67,11 +74,17 @@ class KVPool:
 
     def gather(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V at slots int64 [N] in compute_dtype: two tensors [N, num_kv_heads, head_dim]."""
-        k, v = self._k[layer].index_select(0, slots), self._v[layer].index_select(0, slots)
+        k, v = _rows(self._k[layer], slots), _rows(self._v[layer], slots)
         if self._scales:
             k_scale, v_scale = (scale.index_select(0, slots)[..., None] for scale in self._scales[2 * layer : 2 * layer + 2])
             k, v = k * k_scale, v * v_scale
         return k.to(self.compute_dtype), v.to(self.compute_dtype)
+
+
+def _rows(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    if pool.dtype in FLOAT8:
+        return pool.view(torch.uint8).index_select(0, slots).view(pool.dtype)
+    return pool.index_select(0, slots)
 
 
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

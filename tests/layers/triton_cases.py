@@ -1,5 +1,5 @@
 """Triton kernels under the interpreter against torch. Not collected by itself: test_triton.py runs it in a process of its own, as
-TRITON_INTERPRET must be set before a kernel's module is imported. bf16 is not tested here: the interpreter holds it as raw bits."""
+TRITON_INTERPRET must be set before a kernel's module is imported."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from attention_batches import BATCHES, make_batch, pools
+from interpreter_floats import install
 
 from banyan.layers.attention.base import AttentionSpec
 from banyan.layers.attention.torch_native import TorchNativeBackend
@@ -21,8 +22,9 @@ from banyan.layers.attention.triton import TritonBackend
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("run with TRITON_INTERPRET=1")
+install()
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @dataclasses.dataclass
@@ -34,6 +36,7 @@ class Case:
     window: int | None = None
     cap: float | None = None
     dtype: torch.dtype = torch.float32
+    kv: torch.dtype | None = None  # of the pool, if another
 
 
 def check(case: Case, capture: bool = False) -> None:
@@ -50,7 +53,7 @@ def check(case: Case, capture: bool = False) -> None:
         sliding_window=case.window,
         soft_cap=case.cap,
     )
-    ours, theirs = pools(num_slots, case.page, kv_heads, case.dim, case.dtype)
+    ours, theirs = pools(num_slots, case.page, kv_heads, case.dim, case.kv or case.dtype, case.dtype)
     qkv = torch.from_numpy(rng.standard_normal((int(batch.extend_lens_host.sum()), heads + 2 * kv_heads, case.dim))).to(case.dtype)
     q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
     reference = TorchNativeBackend(theirs)
@@ -63,7 +66,8 @@ def check(case: Case, capture: bool = False) -> None:
     else:
         backend.plan(batch)
     got = backend.forward(q, k, v, spec, batch)
-    assert torch.equal(ours.k(1), theirs.k(1)) and torch.equal(ours.v(1), theirs.v(1))
+    for mine, other in ((ours.k(1), theirs.k(1)), (ours.v(1), theirs.v(1))):
+        assert torch.equal(mine.view(torch.uint8), other.view(torch.uint8))
     torch.testing.assert_close(got, expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
 
 
@@ -92,6 +96,8 @@ SAMPLE = [
     Case("long decode", 4, 80, page=16, window=270),
     Case("mixed", 3, 64, page=16, cap=2.0),
     Case("few tokens each", 2, 128, window=19, dtype=torch.float16),
+    Case("mixed", 3, 64, dtype=torch.bfloat16),
+    Case("decode", 3, 64, dtype=torch.bfloat16, kv=torch.float8_e4m3fn),
 ]
 
 
@@ -109,7 +115,16 @@ GRID = [
     for (batch, (group, dim)), (page, window, cap), dtype in itertools.product(
         itertools.product(BATCHES, [(1, 64), (3, 80), (8, 128), (2, 256)]),
         [(1, None, None), (16, 12, None), (1, 1, 1.5), (16, None, 3.0)],
-        [torch.float32, torch.float16],
+        [torch.float32, torch.float16, torch.bfloat16],
+    )
+]
+GRID += [
+    Case(batch, group, dim, page=page, window=window, dtype=dtype, kv=kv)
+    for batch, (group, dim, page, window), dtype, kv in itertools.product(
+        BATCHES,
+        [(3, 64, 1, None), (8, 128, 16, 12), (1, 80, 16, None)],
+        [torch.float16, torch.bfloat16],
+        [torch.float8_e4m3fn, torch.float8_e5m2],
     )
 ]
 

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 import torch
+from interpreter_floats import install
 
 from banyan.layers.kernels import ops
 from banyan.layers.kernels.triton import launch
@@ -15,14 +16,15 @@ from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("run with TRITON_INTERPRET=1")
+install()
 
-DTYPES = [torch.float32, pytest.param(torch.float16, marks=pytest.mark.nightly)]
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.nightly)]
 DIMS = [80, *[pytest.param(dim, marks=pytest.mark.nightly) for dim in (64, 576, 2048)]]
 NEAR = {"atol": 2e-5, "rtol": 2e-5}
 
 
 def near(dtype: torch.dtype) -> dict[str, float]:
-    return NEAR if dtype is torch.float32 else {"atol": 2e-3, "rtol": 2e-3}
+    return NEAR if dtype is torch.float32 else dict.fromkeys(("atol", "rtol"), 2e-3 if dtype is torch.float16 else 2e-2)
 
 
 def drawing(sampling: SamplingInput):
@@ -72,13 +74,24 @@ def test_int8_products_are_exact(m, n, k, biased):
     torch.testing.assert_close(launch.scaled_mm(*args, bias=bias), ops.scaled_mm(*args, bias=bias), **NEAR)
 
 
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 40, 96), pytest.param(70, 200, 300, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_fp8_products(m, n, k, biased):
+    a, b = noise(m, k).to(torch.float8_e4m3fn), noise(n, k, seed=1).to(torch.float8_e4m3fn).T
+    bias = noise(n) if biased else None
+    args = (a, b, noise(m).abs(), noise(n, seed=3).abs(), torch.float32)
+    torch.testing.assert_close(launch.scaled_mm(*args, bias=bias), ops.scaled_mm(*args, bias=bias), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize(("m", "n", "k", "group"), [(3, 40, 96, 32), pytest.param(33, 70, 256, 128, marks=pytest.mark.nightly)])
-def test_int4_products(m, n, k, group):
-    x = noise(m, k)
+def test_int4_products(m, n, k, group, dtype):
+    x = noise(m, k, dtype=dtype)
     packed = ops.pack_int4(torch.randint(0, 16, (n, k), generator=torch.Generator().manual_seed(1)), group)
     scales, bias = noise(n, k // group, seed=2).abs(), noise(n, seed=3)
     expected = ops.int4_mm(x, packed, scales, group=group, bias=bias)
-    torch.testing.assert_close(launch.int4_mm(x, packed, scales, group=group, bias=bias), expected, atol=2e-4, rtol=2e-4)
+    near = 2e-4 if dtype is torch.float32 else 2e-2
+    torch.testing.assert_close(launch.int4_mm(x, packed, scales, group=group, bias=bias), expected, atol=near, rtol=near)
 
 
 MIXES = [  # temperature, top_p, top_k, min_p

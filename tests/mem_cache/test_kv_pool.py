@@ -60,3 +60,24 @@ def test_int8_holds_each_head_to_half_a_step_of_its_own_scale():
     got_k, got_v = pool.gather(0, slots)
     assert ((got_k - k).abs() <= k.abs().amax(-1, keepdim=True) / 253).all()
     assert torch.equal(got_v, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_float8_rounds_to_nearest_and_saturates(dtype):
+    most = torch.finfo(dtype).max
+    pool = KVPool(
+        num_slots=8,
+        page_size=1,
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        compute_dtype=torch.bfloat16,
+    )
+    k = torch.tensor([[[0.3, -1.0, 1e6, -1e6]]], dtype=torch.bfloat16)
+    pool.write(0, torch.tensor([5]), k, -k)
+    got, negated = pool.gather(0, torch.tensor([5]))
+    assert got.dtype is torch.bfloat16 and torch.equal(got, -negated)
+    assert got.flatten().tolist() == [float(k[0, 0, 0].to(dtype)), -1.0, most, -most]
+    assert not pool.exact

@@ -40,12 +40,14 @@ def make_batch(seq_lens: list[int], extend_lens: list[int], *, page: int, rng: n
     return batch, int(pages.sum()) * page
 
 
-def pools(num_slots: int, page: int, heads: int, dim: int, dtype: torch.dtype) -> tuple[KVPool, KVPool]:
+def pools(
+    num_slots: int, page: int, heads: int, dim: int, dtype: torch.dtype, compute: torch.dtype | None = None
+) -> tuple[KVPool, KVPool]:
     """Two equal pools of random KV."""
     made = []
     for _ in range(2):
         shape = {"num_slots": num_slots, "page_size": page, "num_layers": 2, "num_kv_heads": heads, "head_dim": dim}
-        pool = KVPool(**shape, dtype=dtype, device=CPU)
+        pool = KVPool(**shape, dtype=dtype, device=CPU, compute_dtype=compute)
         generator = torch.Generator().manual_seed(3)
         for layer in range(2):
             pool.k(layer).copy_(torch.randn(pool.k(layer).shape, generator=generator))
