@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from ..managers.reasoning_parser import DEFAULT, reasoning_names
+from ..managers.reasoning.parser import DEFAULT, reasoning_names
 from . import ir
 from .choices import (
     ChoicesSamplingMethod,

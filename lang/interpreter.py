@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..managers.reasoning_parser import split_reasoning
+from ..managers.reasoning.parser import split_reasoning
 from . import ir
 from .backend.base import Backend
 from .errors import VariableError

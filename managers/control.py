@@ -9,7 +9,8 @@ from typing import Any
 
 from .cache_control import CacheControl
 from .config import SchedulerConfig
-from .constraint import Constraint, GrammarStore
+from .constrained.constraint import Constraint, GrammarStore
+from .constrained.thinking import Thinking
 from .errors import RequestError
 from .inbox import Inbox
 from .invariants import breaches, check_memory
@@ -42,7 +43,6 @@ from .quiesce import Quiesce
 from .req import Req
 from .runner_control import RunnerControl
 from .scheduler import Scheduler
-from .thinking import Thinking
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+from .constrained.token_bytes import ByteTable
 from .io_struct import DecodeOptions, FinishReason, TextOutput, TokenOutput, unpack_ids
 from .sampling_params import SamplingParams
 from .stop_regex import RegexMatcher
 from .stop_strings import StopMatcher
-from .token_bytes import ByteTable
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

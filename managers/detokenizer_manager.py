@@ -15,7 +15,7 @@ from .detokenizer import Detokenizer
 from .faults import Faults
 from .io_struct import ShutdownReq, ToDetokenizer
 from .ipc import Receiver, Sender
-from .no_pickle import forbid_unpickling
+from .processes.no_pickle import forbid_unpickling
 from .tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from .errors import RequestError
 from .generation import Generation, Output
 from .io_struct import FinishReason
-from .logprob_json import TokenTexts, logprobs_json
+from .logprobs.logprob_json import TokenTexts, logprobs_json
 
 
 def finish_reason_json(reason: FinishReason | None) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import msgspec
 
 from .errors import RequestError
 from .io_struct import CacheHint, FinishReason, LogprobParams, RowLogprobs, unpack_ids
-from .sessions import SessionParams
+from .sessions.sessions import SessionParams
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
 UNSUPPORTED = (

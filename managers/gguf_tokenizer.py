@@ -17,8 +17,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from ..model_executor.gguf_file import GGUFError, GGUFFile
+from .constrained.token_bytes import BYTE_OF_CHAR, CHAR_OF_BYTE
 from .errors import StartError
-from .token_bytes import BYTE_OF_CHAR, CHAR_OF_BYTE
 
 logger = logging.getLogger(__name__)
 

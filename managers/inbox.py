@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 import zmq
 
-from .decision_log import NoDisguise, Turn, TurnSink
+from .decisions.log import NoDisguise, Turn, TurnSink
 from .errors import StartError
 from .io_struct import ToScheduler
 from .ipc import Receiver
-from .ranks_io import Hello, ToFollower, ToLeader, TurnMessages, TurnSeen, encode, follower_socket, identity, leader_socket
+from .ranks.io import Hello, ToFollower, ToLeader, TurnMessages, TurnSeen, encode, follower_socket, identity, leader_socket
 
 logger = logging.getLogger(__name__)
 

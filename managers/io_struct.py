@@ -13,8 +13,8 @@ import numpy as np
 from msgspec import Meta
 
 from ..model_executor.step import ProfileSpec
+from .constrained.thinking import ThinkingParams
 from .sampling_params import SamplingParams
-from .thinking import ThinkingParams
 
 
 def pack_ids(ids: np.ndarray | list[int]) -> bytes:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from .reasoning_marks import REASONING_MARKS
+from .reasoning.marks import REASONING_MARKS
 
 MARK = f"\ufdd0{secrets.token_hex(6)}\ufdd1"  # of this process, unknown outside
 

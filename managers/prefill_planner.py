@@ -15,7 +15,7 @@ from .pins import Pins
 from .prefill_adder import CLIP_MAX_NEW_TOKENS, Admission, Candidate, PrefillBudget, plan_prefill
 from .req import Req
 from .retraction import NewTokenRatio
-from .session_holds import SessionHolds
+from .sessions.holds import SessionHolds
 from .waiting_queue import WaitingQueue
 
 SHARED_MIN = 32  # tokens that a request must be about to find in the cache before it is worth a step of waiting

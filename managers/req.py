@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..mem_cache.prefix_cache import CacheHold, CacheKey
-from .constraint import Constraint
+from .constrained.constraint import Constraint
 from .detokenizer import StopChecker
 from .io_struct import CacheHint, FinishReason, GenerateReq, Timings, unpack_ids
-from .req_logprobs import ReqLogprobs
+from .logprobs.req_logprobs import ReqLogprobs
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 

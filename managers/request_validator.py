@@ -17,15 +17,15 @@ import msgspec
 import numpy as np
 
 from .config import SchedulerInfo, TokenizerManagerConfig
+from .constrained.thinking import ThinkingPlanner
 from .continuations import continued, departure
 from .errors import RequestError, StartError
 from .generation import GenerateInput
 from .io_struct import CacheHint, GenerateReq, LogprobParams, pack_ids
-from .logprob_params import logprob_plans, with_start
+from .logprobs.params import logprob_plans, with_start
 from .per_prompt import per_prompt
 from .sampling_params import SEED_RANGE, SamplingParams
-from .sessions import SessionParams, Turn
-from .thinking import ThinkingPlanner
+from .sessions.sessions import SessionParams, Turn
 
 MAX_PRIORITY = 1 << 31
 MAX_CHOICES = 1 << 16  # prompts times n of one request

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from ..model_executor.step import NO_CHOICE, StepOutput
-from .constrained import append_jump, constrained_reason
+from .constrained.step_masks import append_jump, constrained_reason
 from .io_struct import FinishReason
 from .live_table import LiveTable
-from .logprob_plan import take_logprobs
+from .logprobs.plan import take_logprobs
 from .output_stream import OutputStream
 from .req import Req
 from .schedule_batch import ScheduleBatch

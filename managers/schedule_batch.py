@@ -9,7 +9,7 @@ import numpy as np
 from ..layers.late_mask import LateMask
 from ..model_executor.step import ForwardMode, RowControls, SamplingInput, StepInput
 from .live_table import LiveTable
-from .logprob_plan import ask_prompts, ask_sampled
+from .logprobs.plan import ask_prompts, ask_sampled
 from .req import Req
 
 

@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from ..model_executor.step import FatalStepError, Runner, StepHandle
-from .constrained import StepMasks
+from .constrained.step_masks import StepMasks
 from .faults import Faults
 from .io_struct import FinishReason
 from .output_stream import OutputStream

@@ -21,31 +21,31 @@ from ..mem_cache.sizing import max_prompt_len, max_req_len, max_running_requests
 from ..model_executor.factory import create_runner
 from ..model_executor.step import Runner
 from .config import SchedulerConfig, SchedulerInfo
-from .constraint import GrammarStore
+from .constrained.constraint import GrammarStore
+from .constrained.grammar import Vocabulary, stop_ids_of
+from .constrained.jump_forward import JumpForward
+from .constrained.mask_filler import NO_LIMIT, MaskFiller
 from .control import Control
 from .deadlines import Timers
-from .decision_file import DecisionFile, NoFile, Subject, last_turns, write_crash
-from .decision_log import Recorder
+from .decisions.file import DecisionFile, NoFile, Subject, last_turns, write_crash
+from .decisions.log import Recorder
 from .event_loop import EventLoop, make_loop
 from .faults import Faults
-from .grammar import Vocabulary, stop_ids_of
 from .io_struct import Ended, Heartbeat, TokenOutput
 from .ipc import Sender
-from .jump_forward import JumpForward
 from .live_table import LiveTable
-from .mask_filler import NO_LIMIT, MaskFiller
 from .output_stream import OutputStream
 from .pins import Pins
 from .prefill_planner import Memory, PrefillLimits
-from .rank_group import RankGroup
+from .processes.reports import Reports
+from .processes.start_clock import StartClock
+from .ranks.group import RankGroup
 from .reporter import Reporter
-from .reports import Reports
 from .request_gate import RequestGate, max_live_requests
 from .retraction import NewTokenRatio
 from .schedule_policy import CACHE_AWARE, SchedulePolicy
 from .scheduler import Scheduler
-from .session_holds import SessionHolds
-from .start_clock import StartClock
+from .sessions.holds import SessionHolds
 from .stats import SchedulerStats
 from .step_log import StepLog
 from .tokenizer import Tokenizer

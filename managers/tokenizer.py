@@ -15,9 +15,9 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
+from .constrained.token_bytes import ByteTable, byte_table
 from .errors import RequestError, StartError
 from .gguf_tokenizer import read_gguf_vocabulary, template_processor
-from .token_bytes import ByteTable, byte_table
 
 END_OF_TURN_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>")  # a chat model ends its turn with them
 DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"

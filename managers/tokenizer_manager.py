@@ -15,13 +15,12 @@ import msgspec
 
 from .cache_control import explanation_of, with_texts
 from .config import SchedulerInfo, TokenizerManagerConfig
+from .constrained.service import GrammarService
 from .control_calls import ControlCalls
 from .deadlines import OWN, REASONS
 from .errors import EngineDeadError, RequestError
 from .generate_json import GenerateFormat
 from .generation import GenerateInput, Generation, Output
-from .grammar_service import GrammarService
-from .health import Health, HealthMonitor
 from .io_struct import (
     AbortReq,
     CacheReportReq,
@@ -41,10 +40,11 @@ from .io_struct import (
     ToTokenizer,
     unpack_ids,
 )
-from .life import Life
 from .link import Link
-from .logprob_json import TokenTexts
-from .recovery import Recovery
+from .logprobs.logprob_json import TokenTexts
+from .processes.health import Health, HealthMonitor
+from .processes.life import Life
+from .processes.recovery import Recovery
 from .request_context import current_context
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_log import TEXTS, RequestLog
@@ -52,8 +52,8 @@ from .request_stats import RequestStats
 from .request_table import Choice, RequestTable
 from .request_track import RequestWatch, Watcher
 from .request_validator import RequestPlan, RequestValidator, TextEncoder
-from .session_service import SessionService
-from .sessions import OpenSession
+from .sessions.service import SessionService
+from .sessions.sessions import OpenSession
 from .tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -109,7 +109,7 @@ def _build_kernels(parser: argparse.ArgumentParser, options: argparse.Namespace)
 
 
 def _replay(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from ..managers.replay import replay
+    from ..managers.decisions.replay import replay
 
     result = replay(options.file)
     print(f"{result.num_turns} turns checked, {'no difference' if result.difference is None else 'a difference'}")

@@ -18,7 +18,7 @@ from ..managers.errors import RequestError, StartError
 from ..managers.generation import UNSUPPORTED, GenerateInput, Generation
 from ..managers.io_struct import ControlReply
 from ..managers.model_service import ModelService
-from ..managers.sessions import OpenSession
+from ..managers.sessions.sessions import OpenSession
 from ..managers.tokenizer_manager import TokenizerManager
 from . import info, tracing
 from .engine_control import EngineControl

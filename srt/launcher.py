@@ -12,8 +12,8 @@ import msgspec
 from ..managers.config import SchedulerInfo, TokenizerManagerConfig
 from ..managers.errors import StartError
 from ..managers.ipc import IpcNames
-from ..managers.process_group import ChildSpec, ProcessGroup
-from ..managers.rank_layout import meeting_again, rank_configs, rank_name
+from ..managers.processes.process_group import ChildSpec, ProcessGroup
+from ..managers.ranks.layout import meeting_again, rank_configs, rank_name
 from .model_source import resolve_model
 from .server_args import ServerArgs
 

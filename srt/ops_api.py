@@ -11,8 +11,8 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import PlainTextResponse, Response
 
-from ..managers import stacks
 from ..managers.errors import BanyanError, RequestError
+from ..managers.processes import stacks
 from .http_io import JSONReply
 from .server_state import state_of
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from ..managers.errors import RequestError
-from ..managers.reasoning_parser import output_parser, reasoning_names, split_reasoning
+from ..managers.reasoning.parser import output_parser, reasoning_names, split_reasoning
 from ..managers.tool_parsers.events import Parsed, collected
 from ..managers.tool_parsers.registry import TOOL_PARSERS
 from .http_io import JSONReply, parse_body

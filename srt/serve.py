@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
-from ..managers import stacks
 from ..managers.config import SchedulerInfo
 from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
-from ..managers.no_pickle import forbid_unpickling
+from ..managers.processes import stacks
+from ..managers.processes.no_pickle import forbid_unpickling
 from ..managers.tokenizer_manager import TokenizerManager
 from . import tracing
 from .http_server import bind, create_app, make_server

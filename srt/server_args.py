@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from ..managers.errors import StartError
-from ..managers.reasoning_marks import REASONING_MARKS
+from ..managers.reasoning.marks import REASONING_MARKS
 from ..managers.tool_parsers.registry import TOOL_PARSERS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
 from ..managers.model_service import ModelService
+from ..managers.processes.start_clock import StartClock
 from ..managers.request_gate import QUEUE_FULL_MESSAGE
-from ..managers.start_clock import StartClock
 from .http_metrics import HttpCounts
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from fastapi import APIRouter, FastAPI, Request
 from starlette.responses import Response
 
 from ..managers.errors import RequestError
-from ..managers.sessions import OpenSession
+from ..managers.sessions.sessions import OpenSession
 from .http_io import JSONReply, parse_body
 from .server_state import state_of
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from ..managers import stacks
 from ..managers.errors import BanyanError, EngineDeadError
+from ..managers.processes import stacks
 from ..managers.tokenizer_manager import TokenizerManager
 from .launcher import Launched
 

@@ -9,8 +9,8 @@ import threading
 
 from ..managers.errors import EngineDeadError
 from ..managers.ipc import IpcNames
-from ..managers.process_group import ChildSpec, ProcessGroup
-from ..managers.rank_layout import rank_configs, rank_name
+from ..managers.processes.process_group import ChildSpec, ProcessGroup
+from ..managers.ranks.layout import rank_configs, rank_name
 from .launcher import START_TIMEOUT
 from .model_source import resolve_model
 from .server_args import ServerArgs

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...managers.generation import GenerateInput, Generation
-from ...managers.logprob_json import TokenTexts
-from ...managers.reasoning_count import ReasoningCount
-from ...managers.sessions import SessionParams
+from ...managers.logprobs.logprob_json import TokenTexts
+from ...managers.reasoning.count import ReasoningCount
+from ...managers.sessions.sessions import SessionParams
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import ServerState, state_of
 from .chat_choices import ChatChoices

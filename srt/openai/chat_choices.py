@@ -7,8 +7,8 @@ from typing import Any
 
 from ...managers.generation import Generation, Output
 from ...managers.io_struct import FinishReason
-from ...managers.logprob_json import TokenTexts
-from ...managers.reasoning_parser import OutputParser
+from ...managers.logprobs.logprob_json import TokenTexts
+from ...managers.reasoning.parser import OutputParser
 from ...managers.tool_parsers.events import CallArguments, CallStart, Event, Reasoning, Text, collected
 from .chat_tools import ChatPlan
 from .logprobs import chat_logprobs

@@ -8,7 +8,7 @@ from typing import Any
 from ...managers.chat_template import RESERVED_KWARGS, ChatTemplate
 from ...managers.errors import RequestError
 from ...managers.plain_text import encode_marked, marker_of, unmarked
-from ...managers.reasoning_parser import marks_of
+from ...managers.reasoning.parser import marks_of
 from ...managers.tokenizer import Tokenizer
 from .protocol import ChatBody
 

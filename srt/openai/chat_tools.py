@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from ...managers.chat_template import ChatTemplate
+from ...managers.constrained.tool_grammar import calls_schema, strict_tag
 from ...managers.errors import RequestError
-from ...managers.reasoning_parser import OutputParser, marks_of, output_parser
+from ...managers.reasoning.parser import OutputParser, marks_of, output_parser
 from ...managers.tokenizer import Tokenizer
-from ...managers.tool_grammar import calls_schema, strict_tag
 from ...managers.tool_parsers.events import Tools
 from ...managers.tool_parsers.registry import TOOL_PARSERS, parser_for
 from .protocol import ChatBody

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
-from ...managers.sessions import SessionParams
+from ...managers.sessions.sessions import SessionParams
 from ...managers.tokenizer_manager import TokenizerManager
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of

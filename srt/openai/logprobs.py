@@ -6,7 +6,7 @@ from typing import Any
 
 from ...managers.detokenizer import TextDecoder
 from ...managers.generation import Generation, Output
-from ...managers.logprob_json import TokenLogprob, TokenTexts, input_logprobs, output_logprobs
+from ...managers.logprobs.logprob_json import TokenLogprob, TokenTexts, input_logprobs, output_logprobs
 from ...managers.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
 from ...managers.io_struct import FinishReason
-from ...managers.reasoning_count import ReasoningCount
+from ...managers.reasoning.count import ReasoningCount
 from ...managers.tokenizer_manager import TokenizerManager
 
 ANY_MODEL = frozenset({"", "default"})  # names that clients send when they do not care

@@ -14,7 +14,7 @@ import pytest
 from server import Server
 
 from banyan import Engine, EngineDeadError, RequestError
-from banyan.managers.replay import replay
+from banyan.managers.decisions.replay import replay
 
 TWO = {"max_new_tokens": 2, "temperature": 0, "ignore_eos": True}
 SYSTEM = "You are a helpful assistant. Today is Monday, and the weather is fine. Answer in one short sentence. "

@@ -119,7 +119,7 @@ def test_no_url_of_a_request_is_fetched(server: Server) -> None:
 
 def test_unpickling_is_refused() -> None:
     code = (
-        "import os, pickle\nfrom banyan.managers.no_pickle import PickleRefusedError, forbid_unpickling\n"
+        "import os, pickle\nfrom banyan.managers.processes.no_pickle import PickleRefusedError, forbid_unpickling\n"
         "plain, evil = pickle.dumps([1, 'a']), pickle.dumps(os.system)\n"
         "forbid_unpickling()\nassert pickle.loads(plain) == [1, 'a']\n"
         "try:\n    pickle.loads(evil)\nexcept PickleRefusedError:\n    print('refused')\n"

@@ -13,7 +13,7 @@ from harness import Harness
 from reference import load_reference
 
 from banyan.managers.io_struct import LogprobParams
-from banyan.managers.logprob_json import TokenLogprob, input_logprobs, output_logprobs
+from banyan.managers.logprobs.logprob_json import TokenLogprob, input_logprobs, output_logprobs
 from banyan.model_executor.factory import create_runner
 from banyan.model_executor.step import Runner, RunnerConfig
 from banyan.srt.model_source import resolve_model

@@ -10,7 +10,7 @@ import pytest
 from harness import VOCAB, Harness, expected, prompt_of
 
 from banyan.managers.io_struct import LogprobParams
-from banyan.managers.logprob_json import TokenLogprob, input_logprobs, output_logprobs
+from banyan.managers.logprobs.logprob_json import TokenLogprob, input_logprobs, output_logprobs
 from banyan.model_executor.oracle import fake_logprob
 
 NAMED = [7, 300]

@@ -17,17 +17,17 @@ from harness import CONFIG, IPC, TOKENIZER, VOCAB, expected, prompt_of
 
 from banyan.managers.config import Layout, RankLinks, RunnerConfig, SchedulerConfig
 from banyan.managers.control import Control
-from banyan.managers.decision_log import Recorder, TurnSink
+from banyan.managers.decisions.log import Recorder, TurnSink
 from banyan.managers.errors import StartError
 from banyan.managers.event_loop import make_loop
 from banyan.managers.faults import Faults
 from banyan.managers.inbox import CheckedSink, FollowerInbox, LeaderInbox, RanksDifferError, TurnCheck
 from banyan.managers.invariants import check_memory
 from banyan.managers.io_struct import AbortReq, FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
-from banyan.managers.rank_group import digests
-from banyan.managers.rank_layout import rank_configs, rank_name
-from banyan.managers.rank_watch import RankWatch
-from banyan.managers.ranks_io import curve_keys, follower_socket, leader_socket, numeric
+from banyan.managers.ranks.group import digests
+from banyan.managers.ranks.io import curve_keys, follower_socket, leader_socket, numeric
+from banyan.managers.ranks.layout import rank_configs, rank_name
+from banyan.managers.ranks.watch import RankWatch
 from banyan.managers.sampling_params import SamplingParams
 from banyan.managers.scheduler_process import build_memory, build_scheduler
 from banyan.model_executor.factory import create_runner

@@ -15,7 +15,7 @@ from banyan.managers.generation import UNSUPPORTED, GenerateInput
 from banyan.managers.io_struct import GenerateReq, unpack_ids
 from banyan.managers.ipc import IpcNames
 from banyan.managers.request_validator import RequestValidator
-from banyan.managers.sessions import OpenSession, SessionController
+from banyan.managers.sessions.sessions import OpenSession, SessionController
 
 VOCAB, CONTEXT, POOL_INPUT, POOL_LEN = 300, 64, 40, 50
 IPC = IpcNames(directory="/nowhere", scheduler="", detokenizer="", tokenizer="")

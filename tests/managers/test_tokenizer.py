@@ -13,9 +13,9 @@ import tokenizers
 from tiny_tokenizers import byte_fallback_folder, byte_level_folder
 from tokenizers import pre_tokenizers
 
+from banyan.managers.constrained.token_bytes import CHAR_OF_BYTE
 from banyan.managers.errors import RequestError, StartError
 from banyan.managers.gguf_tokenizer import KIND_OF_PRE, vocabulary_of
-from banyan.managers.token_bytes import CHAR_OF_BYTE
 from banyan.managers.tokenizer import Tokenizer
 from banyan.model_executor.gguf_file import GGUFFile
 

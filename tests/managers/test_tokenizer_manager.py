@@ -18,7 +18,6 @@ import zmq.asyncio
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.errors import EngineDeadError, RequestError
 from banyan.managers.generation import GenerateInput, Generation
-from banyan.managers.health import HealthMonitor
 from banyan.managers.io_struct import (
     AbortReq,
     ContinueReq,
@@ -37,6 +36,7 @@ from banyan.managers.io_struct import (
     unpack_ids,
 )
 from banyan.managers.ipc import AsyncReceiver, IpcNames, Sender
+from banyan.managers.processes.health import HealthMonitor
 from banyan.managers.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
@@ -673,7 +673,7 @@ def test_health_from_heartbeats() -> None:
 )
 def test_liveness(monkeypatch: pytest.MonkeyPatch, loop_age: float, forward_age: float, silence: float, alive: bool) -> None:
     now = 1000.0
-    monkeypatch.setattr("banyan.managers.health.time.monotonic", lambda: now)
+    monkeypatch.setattr("banyan.managers.processes.health.time.monotonic", lambda: now)
     monitor = HealthMonitor()
     monitor.take(Heartbeat(loop_age=loop_age, forward_age=forward_age, num_running=0, num_waiting=0))
     now += silence

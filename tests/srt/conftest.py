@@ -15,12 +15,12 @@ import pytest
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.generate_json import GenerateFormat
 from banyan.managers.generation import GenerateInput, Generation, Output
-from banyan.managers.health import Health
 from banyan.managers.io_struct import ControlReply, FinishReason
 from banyan.managers.ipc import IpcNames
+from banyan.managers.processes.health import Health
 from banyan.managers.request_stats import RequestStats
 from banyan.managers.request_validator import RequestPlan, RequestValidator
-from banyan.managers.sessions import OpenSession, SessionController
+from banyan.managers.sessions.sessions import OpenSession, SessionController
 from banyan.srt.http_server import bind, create_app, make_server
 from banyan.srt.server_args import ServerArgs
 from banyan.srt.server_state import ServerState

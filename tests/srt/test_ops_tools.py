@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from banyan.managers import stacks
+from banyan.managers.processes import stacks
 from banyan.srt import cli
 from banyan.srt.check import check, report
 from banyan.srt.completion import SHELLS, script

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness import EOS, VOCAB
 
-from banyan.managers.grammar import CompiledGrammar, Vocabulary, create_backend
+from banyan.managers.constrained.grammar import CompiledGrammar, Vocabulary, create_backend
 
 FIRST = 3  # id of byte 0
 WORDS = Vocabulary(tokens=[b""] * FIRST + [bytes([byte]) for byte in range(256)] + [b""] * (VOCAB - 256 - FIRST), stop_ids=(EOS,))

@@ -1,0 +1,1 @@
+"""Replicas of a model behind one front: who gets a request, who lives, one answer out of several."""

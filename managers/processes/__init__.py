@@ -1,0 +1,1 @@
+"""Child processes: started, watched, started again; their reports, stacks and health."""

@@ -1,0 +1,161 @@
+"""Where requests go: every method, ties, pins, replicas that are down; and the worth of looking at prefixes, simulated."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from banyan.managers.data_parallel.replies import Call, merge_heartbeats
+from banyan.managers.data_parallel.routing import BLOCK, METHODS, PrefixMap, Replica, Router
+from banyan.managers.io_struct import ControlReply, ExplainCacheReq, Heartbeat, InternalStateReq, pack_ids
+
+
+def router(method: str, size: int = 2) -> Router:
+    return Router(method, [Replica() for _ in range(size)])
+
+
+def ids(seed: int, length: int) -> bytes:
+    return pack_ids(np.random.default_rng(seed).integers(0, 1000, length))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sequential_requests_take_turns(method: str) -> None:
+    """All replicas are idle each time: a fixed tie-break would send everything to the first."""
+    for size in (2, 3):
+        one = router(method, size)
+        counts = [0] * size
+        for number in range(50):
+            index = one.route(f"r{number}", ids(number, 40), 10)
+            assert index is not None
+            counts[index] += 1
+            one.ended(f"r{number}")
+        assert max(counts) - min(counts) <= 1
+
+
+def test_the_fewest_requests_or_tokens() -> None:
+    one = router("total_requests")
+    assert [one.route(rid, ids(1, length), 1) for rid, length in (("a", 1000), ("b", 10))] == [0, 1]
+    one.ended("b")
+    assert one.route("c", ids(1, 10), 1) == 1
+    two = router("total_tokens")
+    assert [two.route(rid, ids(1, length), 1) for rid, length in (("a", 1000), ("b", 10), ("c", 10), ("d", 10))] == [0, 1, 1, 1]
+    two.ended("a")
+    assert two.route("e", ids(1, 10), 1) == 0
+    assert [replica.tokens for replica in two.replicas] == [11, 33]
+
+
+def test_a_pinned_request_goes_where_it_says_and_moves_no_turn() -> None:
+    one = router("round_robin", 3)
+    assert [one.route("a", ids(0, 4), 1), one.route("b", ids(0, 4), 1, pinned=0), one.route("c", ids(0, 4), 1)] == [0, 0, 1]
+    one.down(2)
+    assert one.route("d", ids(0, 4), 1, pinned=2) is None
+    assert "d" not in one.pending
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_replica_that_is_down_gets_nothing_and_comes_back_empty(method: str) -> None:
+    one = router(method)
+    prompt = ids(3, 200)
+    first = one.route("a", prompt, 5)
+    assert first is not None
+    lost = one.down(first)
+    assert list(lost) == ["a"] and lost["a"].num_prompt == 200
+    assert {one.route(f"b{number}", prompt, 5) for number in range(4)} == {1 - first}
+    one.down(1 - first)
+    assert one.route("c", prompt, 5) is None
+    one.up(first)
+    assert one.route("d", prompt, 5) == first
+    assert (one.replicas[first].requests, one.replicas[1 - first].requests) == (1, 0)
+
+
+def test_the_prefix_map_is_a_tree_of_blocks() -> None:
+    tree = PrefixMap(max_blocks=8)
+    prompt = ids(1, 4 * BLOCK + 3)
+    tree.add(tree.keys("", prompt), 1)
+    longer = tree.keys("", prompt[: 4 * 3 * BLOCK] + ids(2, 100))
+    assert tree.matched(longer, 2) == [0, 3 * BLOCK]
+    assert tree.matched(tree.keys("other", prompt), 2) == [0, 0], "another namespace"
+    assert tree.matched(tree.keys("", prompt[4:]), 2) == [0, 0], "shifted by a token"
+    tree.add(tree.keys("", ids(5, 5 * BLOCK)), 0)
+    assert len(tree) == 8, "bounded"
+    tree.forget(0)
+    tree.forget(1)
+    assert len(tree) == 0
+
+
+def test_an_idle_replica_is_taken_when_the_one_with_the_prefix_has_more_to_do() -> None:
+    one = router("cache_aware")
+    prompt = ids(1, 320)
+    assert one.route("a", prompt, 10) == 0
+    one.ended("a")
+    assert one.route("b", prompt, 10) == 0, "the cache pays"
+    assert one.route("c", ids(2, 1000), 10, pinned=0) == 0
+    assert one.route("d", prompt, 10) == 1, "waiting would cost more than computing"
+
+
+class SimulatedReplica:
+    """A cache that forgets nothing, and requests that end after so many rounds."""
+
+    def __init__(self) -> None:
+        self.seen: set[bytes] = set()
+        self.reused = self.computed = 0
+
+    def take(self, prompt: bytes) -> None:
+        matched = 0
+        for end in range(4, len(prompt) + 1, 4):
+            if prompt[:end] not in self.seen:
+                break
+            matched = end // 4
+        self.reused += matched
+        self.computed += len(prompt) // 4 - matched
+        self.seen.update(prompt[:end] for end in range(4, len(prompt) + 1, 4))
+
+
+def replay_trace(method: str, size: int = 2) -> tuple[int, float]:
+    """A multi-turn trace: 32 conversations of 2 to 4 turns, interleaved, each about a document of its own behind one of 3 system
+    prompts, five requests at a time. Returns the tokens that were reused, and the busiest replica's load over the mean."""
+    rng = np.random.default_rng(0)
+    systems = [rng.integers(0, 1000, 64).tolist() for _ in range(3)]
+    talks = [systems[rng.integers(3)] + rng.integers(0, 1000, int(rng.integers(100, 300))).tolist() for _ in range(32)]
+    turns = rng.permutation([talk for talk in range(32) for _ in range(rng.integers(2, 5))]).tolist()
+    one, replicas = router(method, size), [SimulatedReplica() for _ in range(size)]
+    live: list[str] = []
+    for number, talk in enumerate(turns):
+        talks[talk] += rng.integers(0, 1000, int(rng.integers(10, 40))).tolist()
+        index = one.route(f"r{number}", pack_ids(talks[talk]), 20)
+        assert index is not None
+        replicas[index].take(pack_ids(talks[talk]))
+        live.append(f"r{number}")
+        while len(live) > 4:
+            one.ended(live.pop(int(rng.integers(len(live)))))
+        talks[talk] += rng.integers(0, 1000, 20).tolist()  # its answer
+    loads = [replica.computed for replica in replicas]
+    return sum(replica.reused for replica in replicas), max(loads) / (sum(loads) / size)
+
+
+def test_looking_at_prefixes_reuses_more_and_keeps_the_balance() -> None:
+    for size, gain in ((2, 1.25), (4, 1.5)):  # of two replicas, every other turn finds its prefix by chance
+        blind, _ = replay_trace("round_robin", size)
+        aware, imbalance = replay_trace("cache_aware", size)
+        assert aware >= gain * blind, (size, aware, blind)
+        assert imbalance < 1.3, (size, imbalance)
+
+
+def test_answers_are_merged() -> None:
+    call = Call(InternalStateReq(call_id=4), {0, 1})
+    for index, running in ((1, 3), (0, 2)):
+        state = {"num_running_reqs": running, "token_usage": 0.1 * running, "paused": False, "memory_balanced": running == 2}
+        call.replies[index] = ControlReply(call_id=4, message="ok", state=state)
+    merged = call.merged()
+    assert (merged.call_id, merged.success, merged.message) == (4, True, "ok")
+    assert merged.state["num_running_reqs"] == 5 and merged.state["token_usage"] == 0.25
+    assert merged.state["memory_balanced"] is False
+    assert [replica["dp_rank"] for replica in merged.state["replicas"]] == [0, 1]
+    call.replies[1].success, call.replies[1].message = False, "busy"
+    assert (call.merged().success, call.merged().message) == (False, "busy")
+    best = Call(ExplainCacheReq(call_id=5, input_ids=b""), {0, 1})
+    best.replies = {index: ControlReply(call_id=5, state={"would_hit": hit}) for index, hit in ((0, 3), (1, 9))}
+    assert best.merged().state == {"would_hit": 9, "dp_rank": 1}
+    assert Call(InternalStateReq(call_id=6), set()).merged().success is False
+    beats = [Heartbeat(loop_age=age, forward_age=0.0, num_running=2, num_waiting=1) for age in (9.0, 0.1)]
+    assert (merge_heartbeats(beats).loop_age, merge_heartbeats(beats).num_running) == (0.1, 4)
