@@ -124,9 +124,14 @@ def product_variants() -> list[Variant]:
             types = [f"*{dtype}", f"*{dtype}", "*fp32", "*fp32", "*bf16", "*bf16", *["i32"] * 6]
             least = FP8_CAPABILITY if dtype == FP8 else 80
             found.append(Variant(f"scaled_mm {name} M {rows}", gemm.scaled_mm_kernel, types, constants, least))
+        constants = {"LIMIT": 127.0 if name == "int8" else 448.0, "INTEGER": name == "int8", "BLOCK": 16384, "num_warps": 16}
+        least = FP8_CAPABILITY if dtype == FP8 else 80
+        found.append(
+            Variant(f"quantize {name}", gemm.quantize_kernel, ["*bf16", f"*{dtype}", "*fp32", "i32", "i32"], constants, least)
+        )
     for group in (32, 128):
         constants = {"GROUP": group, "BLOCK_M": 16, "BLOCK_N": 64, "BIAS": False, "num_stages": 3}
-        types = ["*bf16", "*u8", "*bf16", "*bf16", "*bf16", *["i32"] * 5]
+        types = ["*bf16", "*u8", "*fp16", "*fp16", "*bf16", "*bf16", *["i32"] * 5]
         found.append(Variant(f"int4_mm group {group}", gemm.int4_mm_kernel, types, constants))
     types = ["*fp32", "*i64", "*fp64", "*i64", "i32", "i32", "i32"]
     found.append(Variant("sample", sampling.sample_kernel, types, {"BLOCK": SAMPLE_BLOCK, "num_warps": SAMPLE_BLOCK // 256}))

@@ -17,6 +17,7 @@ from banyan.layers.forward_batch import ForwardBatch
 from banyan.layers.kernels import ops
 from banyan.layers.sampler import draw_params, sample
 from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
+from banyan.layers.scaled_linear import DeviceFormat
 from banyan.mem_cache.kv_pool import KVPool
 
 CUDA = torch.device("cuda")
@@ -121,12 +122,15 @@ def small_ops() -> dict[str, Callable[[], dict[str, Any]]]:
             getattr(fused, name)((a // 8).to(kind), (b // 8).to(kind), *scales, torch.bfloat16),
             ops.scaled_mm((a // 8).to(kind), (b // 8).to(kind), *scales, torch.float32),
         )
-    packed, group_scales = ops.pack_int4(torch.randint(0, 16, (256, 512), device=CUDA), 128), torch.rand(256, 4, device=CUDA) / 20
-    x4 = noise(33, 512)
-    checks["int4_mm"] = lambda: compare(
-        fused.int4_mm(x4, packed, group_scales, group=128), ops.int4_mm(x4.float(), packed, group_scales, group=128)
-    )
+    for quantization in ("int8", "fp8", "int4"):
+        checks[f"{quantization} linear"] = lambda quantization=quantization: linear(quantization, noise(256, 512), noise(33, 512))
     return checks
+
+
+def linear(quantization: str, weight: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
+    """A quantised linear beside torch's over the same quantised weights and activations."""
+    ours, theirs = (DeviceFormat(quantization, kernels).pack(weight, None, {}) for kernels in (ops.ops_of("cuda"), ops.TORCH))
+    return compare(ours(x), theirs(x))
 
 
 def draws() -> dict[str, Any]:

@@ -10,6 +10,7 @@ from .kernels.cpu.packed import PackedLinear
 from .linear import weight
 from .parallel import Group
 from .quantization import Blocks, WeightFormat
+from .scaled_linear import DeviceFormat, DeviceLinear
 
 
 class Embedding(nn.Module):
@@ -19,6 +20,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.weight = weight(num_embeddings, dim, dtype=dtype)
         self.packed: PackedLinear | None = None  # the same weight as a head
+        self.scaled: DeviceLinear | None = None  # the same on a device
         self.blocks: dict[int, Blocks] = {}
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
 
@@ -30,10 +32,15 @@ class Embedding(nn.Module):
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """The table as a head: [N, dim] -> [N, num_embeddings]."""
+        if self.scaled is not None:
+            return self.scaled(hidden)
         return F.linear(hidden, self.weight) if self.packed is None else self.packed(hidden)
 
-    def pack(self, form: WeightFormat, dtype: torch.dtype) -> None:
+    def pack(self, form: WeightFormat | DeviceFormat, dtype: torch.dtype) -> None:
         """Keep the weight packed, as a head, and rows in ``dtype`` for the lookup."""
+        if isinstance(form, DeviceFormat):
+            self.scaled = form.pack_head(self.weight, None, self.blocks)
+            return
         self.packed = form.pack_head(self.weight, None, self.blocks)
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)

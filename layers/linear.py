@@ -10,6 +10,7 @@ from torch import nn
 
 from .kernels.cpu.packed import PackedLinear
 from .quantization import Blocks, WeightFormat
+from .scaled_linear import DeviceFormat, DeviceLinear
 
 
 def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
@@ -18,29 +19,36 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. The weight is row-major until it is packed, and then in ``packed`` alone; y is float32 from there on."""
+    """y = x W^T + b. The weight is row-major until it is packed, and then in ``packed`` alone, and y is float32 from there on; on a
+    device it is in ``scaled`` alone."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = weight(out_features, in_features, dtype=dtype)
         self.bias = weight(out_features, dtype=dtype) if bias else None
         self.packed: PackedLinear | None = None
+        self.scaled: DeviceLinear | None = None
         self.blocks: dict[int, Blocks] = {}  # parts of the weight that came as blocks of a GGUF file, by their first row
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.scaled is not None:
+            return self.scaled(x)
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
         """The linear as a head."""
         return self.forward(hidden)
 
-    def pack(self, form: WeightFormat, *, head: bool = False) -> None:
+    def pack(self, form: WeightFormat | DeviceFormat, *, head: bool = False) -> None:
         """Bring the weight, which is filled, into the form."""
-        pack = form.pack_head if head else form.pack
-        self.packed = pack(self.weight, self.bias, self.blocks)
-        if self.packed is not None:
-            self.blocks = {}
-            self.weight = weight(0, dtype=self.weight.dtype)
+        if isinstance(form, DeviceFormat):
+            self.scaled = (form.pack_head if head else form.pack)(self.weight, self.bias, self.blocks)
+        else:
+            self.packed = (form.pack_head if head else form.pack)(self.weight, self.bias, self.blocks)
+            if self.packed is None:
+                return
+        self.blocks = {}
+        self.weight = weight(0, dtype=self.weight.dtype)
 
 
 class MergedLinear(Linear):

@@ -101,7 +101,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str = "auto"  # auto | safetensors | gguf | dummy | oracle
     dtype: str = "auto"  # auto | bfloat16 | float16 | float32
     device: str = "auto"  # auto | cpu | cuda
-    quantization: str | None = None  # int8 | int4 | gguf
+    quantization: str | None = None  # int8 | int4 | fp8 | gguf
     context_length: int | None = None
     attention_backend: str | None = None
     kv_cache_dtype: str = "auto"  # auto | float32 | float16 | bfloat16 | int8 | fp8_e4m3

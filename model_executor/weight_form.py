@@ -10,8 +10,10 @@ from torch import nn
 
 from ..layers.embedding import Embedding
 from ..layers.kernels.cpu.library import Native, NotNative, native_kernels
+from ..layers.kernels.ops import ops_of
 from ..layers.linear import Linear
 from ..layers.quantization import WeightFormat, weight_format
+from ..layers.scaled_linear import DeviceFormat, device_format
 from .dtype import choose_dtype
 from .models.blocks import DecoderModel
 from .step import RunnerConfig
@@ -27,7 +29,7 @@ class WeightPlan:
     weights: torch.dtype
     compute: torch.dtype
     native: Native | NotNative
-    form: WeightFormat | None
+    form: WeightFormat | DeviceFormat | None
     keep_blocks: bool
     explain: dict[str, str]
 
@@ -64,7 +66,11 @@ def plan_weights(config: RunnerConfig, saved_dtype: str, device: torch.device) -
         native = native_kernels()
     usable = native if isinstance(native, Native) else None
     dtype, why = choose_dtype(config.dtype, saved_dtype, device, native=usable is not None)
-    form = weight_format(config.quantization, dtype, usable)
+    form: WeightFormat | DeviceFormat | None
+    if device.type == "cpu":
+        form = weight_format(config.quantization, dtype, usable)
+    else:
+        form = device_format(config.quantization, ops_of(device.type), torch.cuda.get_device_capability(device))
     explain = {"dtype": why, "cpu_kernels": native.why, "weights": _describe(config, form)}
     return WeightPlan(
         weights=dtype,
@@ -79,15 +85,17 @@ def plan_weights(config: RunnerConfig, saved_dtype: str, device: torch.device) -
 def _check(config: RunnerConfig, device: torch.device) -> None:
     if config.quantization is None:
         return
-    if device.type != "cpu":
-        raise ValueError(f"quantization {config.quantization} is for the CPU, the device is {device.type}")
+    if device.type == "cpu" and config.quantization == "fp8":
+        raise ValueError("quantization fp8 is for CUDA devices, this is a CPU")
     if config.quantization == "gguf" and (config.load_format == "dummy" or not os.path.isfile(config.model_path)):
         raise ValueError(f"quantization gguf needs a GGUF file, {config.model_path} is none")
 
 
-def _describe(config: RunnerConfig, form: WeightFormat | None) -> str:
+def _describe(config: RunnerConfig, form: WeightFormat | DeviceFormat | None) -> str:
     if form is None:
         return "row-major, multiplied by torch"
+    if isinstance(form, DeviceFormat):
+        return f"quantization {config.quantization}, multiplied by {form.ops.products}"
     what = f"quantization {config.quantization}" if config.quantization else "no quantization"
     if form.native is None:
         return f"the values of {what}, row-major, multiplied by torch"

@@ -56,10 +56,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         Meta(description="Type of weights and activations; auto: the model's own where the device is fast with it"),
     ] = "auto"
     quantization: Annotated[
-        Literal["int8", "int4", "gguf"] | None,
+        Literal["int8", "int4", "fp8", "gguf"] | None,
         Meta(
-            description="Weights in fewer bits, on a CPU: int8 per channel, int4 in groups of 32, or a GGUF file's blocks as they "
-            "are; unset: weights of the dtype"
+            description="Weights in fewer bits: int8 per channel, int4 in groups of 32, fp8 per channel (CUDA only), or a GGUF "
+            "file's blocks as they are (CPU only); unset: weights of the dtype"
         ),
     ] = None
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: cuda if there is one")] = "auto"

@@ -20,7 +20,10 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torc
 Gated = Callable[[torch.Tensor], torch.Tensor]
 Rotate = Callable[[torch.Tensor, tuple[torch.Tensor, torch.Tensor]], torch.Tensor]
 ScaledMM = Callable[..., torch.Tensor]
+Quantize = Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, torch.Tensor]]
 Draw = Callable[..., torch.Tensor]
+TINY = 1e-30  # a scale below it is one of a row of zeros
+SGL_ALIGNMENT = 16  # what the sizes of sgl-kernel's products must be multiples of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,10 @@ class FusedOps:
     gelu_tanh_and_mul: Gated
     gelu_and_mul: Gated
     rotate: Rotate  # (x [T, H, D], (cos, sin) each [T, 1, D / 2]); x is left as it was
+    quantize: Quantize  # (x [T, K], int8 or float8_e4m3fn) -> (integers or floats [T, K], scales float32 [T])
     int8_mm: ScaledMM  # (a int8 [M, K], b int8 [K, N] with K contiguous, scale_a [M], scale_b [N], out_dtype, bias=None)
     fp8_mm: ScaledMM  # the same in float8_e4m3fn
-    int4_mm: ScaledMM  # (x [M, K], packed uint8 [N, K / 2], scales [N, K / group], group=, bias=None), see pack_int4
+    int4_mm: ScaledMM  # (x [M, K], packed uint8 [N, K / 2], scales and minimums [N, K / group], group=, bias=None), see pack_int4
     draw: Draw | None  # (logits [S, V], best int64 [S], params_5S=float64) -> ids, without the host; None: layers/sampler.py's
 
 
@@ -54,7 +58,9 @@ def ops_of(device_type: str) -> FusedOps:
     if device_type != "cuda" or importlib.util.find_spec("triton") is None:
         return TORCH
     ops = triton_ops()
-    return ops if importlib.util.find_spec("sgl_kernel") is None else with_sgl_kernel(ops)
+    if importlib.util.find_spec("sgl_kernel") is None:
+        return ops
+    return with_sgl_kernel(ops, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
 
 
 # --- torch ----------------------------------------------------------------------------------------------------------------------
@@ -103,6 +109,15 @@ def rotate(x_THD: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> to
     return out
 
 
+def quantize(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """FusedOps.quantize in torch: a row's scale maps its greatest value to the greatest of dtype; ties go to even."""
+    limit = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    x = x_TK.float()
+    scale = x.abs().amax(1) / limit
+    x = (x * torch.where(scale > TINY, 1 / scale, 0.0)[:, None]).clamp(-limit, limit)
+    return (x.round() if dtype is torch.int8 else x).to(dtype), scale
+
+
 def scaled_mm(
     a_MK: torch.Tensor,
     b_KN: torch.Tensor,
@@ -124,12 +139,18 @@ def pack_int4(nibbles: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def int4_mm(
-    x_MK: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, *, group: int, bias: torch.Tensor | None = None
+    x_MK: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    minimums: torch.Tensor,
+    *,
+    group: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """FusedOps.int4_mm in torch: weights are (nibble - 8) * scale."""
+    """FusedOps.int4_mm in torch: weights are nibble * scale + minimum."""
     groups = packed.view(packed.shape[0], -1, 1, group // 2)
     nibbles = torch.cat([groups & 15, groups >> 4], dim=2).view(packed.shape[0], -1, group)
-    weight = (nibbles.float() - 8) * scales.float()[..., None]
+    weight = nibbles.float() * scales.float()[..., None] + minimums.float()[..., None]
     out = x_MK.float() @ weight.flatten(1).T
     return (out if bias is None else out + bias.float()).to(x_MK.dtype)
 
@@ -145,6 +166,7 @@ TORCH = FusedOps(
     gelu_tanh_and_mul=_gated(lambda x: F.gelu(x, approximate="tanh")),
     gelu_and_mul=_gated(F.gelu),
     rotate=rotate,
+    quantize=quantize,
     int8_mm=scaled_mm,
     fp8_mm=scaled_mm,
     int4_mm=int4_mm,
@@ -170,6 +192,7 @@ def triton_ops() -> FusedOps:
         gelu_tanh_and_mul=launch.gelu_tanh_and_mul,
         gelu_and_mul=TORCH.gelu_and_mul,
         rotate=launch.rotate,
+        quantize=launch.quantize,
         int8_mm=launch.scaled_mm,
         fp8_mm=launch.scaled_mm,
         int4_mm=launch.int4_mm,
@@ -177,10 +200,11 @@ def triton_ops() -> FusedOps:
     )
 
 
-def with_sgl_kernel(ops: FusedOps) -> FusedOps:
+def with_sgl_kernel(ops: FusedOps, capability: tuple[int, int] | None = None) -> FusedOps:
     """sgl-kernel's norms, activations and products over ``ops``: it takes 16-bit rows of two dims, the rest stays with ``ops``.
 
-    It rounds a norm once, behind the weight, so that it differs by a last bit from the others.
+    It rounds a norm once, behind the weight, so that it differs by a last bit from the others. Its int8 product ends with compute
+    capability 9.x.
     """
     library: Any = importlib.import_module("sgl_kernel")
 
@@ -199,21 +223,22 @@ def with_sgl_kernel(ops: FusedOps) -> FusedOps:
 
         return apply
 
+    has_int8 = capability is None or capability[0] < 10
     return replace(
         ops,
         norms="sgl-kernel",
-        products="sgl-kernel",
+        products="sgl-kernel" if has_int8 else f"sgl-kernel (int8: {ops.products})",
         rms_norm=norm(library.rmsnorm, ops.rms_norm),
         gemma_rms_norm=norm(library.gemma_rmsnorm, ops.gemma_rms_norm),
         silu_and_mul=gated(library.silu_and_mul, ops.silu_and_mul),
         gelu_tanh_and_mul=gated(library.gelu_tanh_and_mul, ops.gelu_tanh_and_mul),
         gelu_and_mul=gated(library.gelu_and_mul, ops.gelu_and_mul),
-        int8_mm=_product(library.int8_scaled_mm),
-        fp8_mm=_product(library.fp8_scaled_mm),
+        int8_mm=_product(library.int8_scaled_mm, ops.int8_mm) if has_int8 else ops.int8_mm,
+        fp8_mm=_product(library.fp8_scaled_mm, ops.fp8_mm),
     )
 
 
-def _product(function: Callable[..., torch.Tensor]) -> ScaledMM:
+def _product(function: Callable[..., torch.Tensor], other: ScaledMM) -> ScaledMM:
     def apply(
         a_MK: torch.Tensor,
         b_KN: torch.Tensor,
@@ -223,6 +248,8 @@ def _product(function: Callable[..., torch.Tensor]) -> ScaledMM:
         *,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return function(a_MK, b_KN, scale_a, scale_b, out_dtype, bias=bias)
+        aligned = b_KN.shape[0] % SGL_ALIGNMENT == 0 and b_KN.shape[1] % SGL_ALIGNMENT == 0 and a_MK.is_contiguous()
+        run = function if aligned and out_dtype.itemsize == 2 else other
+        return run(a_MK, b_KN, scale_a, scale_b, out_dtype, bias=bias)
 
     return apply

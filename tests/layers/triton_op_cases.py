@@ -9,6 +9,7 @@ import pytest
 import torch
 from interpreter_floats import install
 
+from banyan.layers import scaled_linear
 from banyan.layers.kernels import ops
 from banyan.layers.kernels.triton import launch
 from banyan.layers.sampler import draw_params, sample
@@ -88,10 +89,32 @@ def test_fp8_products(m, n, k, biased):
 def test_int4_products(m, n, k, group, dtype):
     x = noise(m, k, dtype=dtype)
     packed = ops.pack_int4(torch.randint(0, 16, (n, k), generator=torch.Generator().manual_seed(1)), group)
-    scales, bias = noise(n, k // group, seed=2).abs(), noise(n, seed=3)
-    expected = ops.int4_mm(x, packed, scales, group=group, bias=bias)
+    scales, minimums, bias = noise(n, k // group, seed=2).abs(), noise(n, k // group, seed=4), noise(n, seed=3)
+    expected = ops.int4_mm(x, packed, scales, minimums, group=group, bias=bias)
     near = 2e-4 if dtype is torch.float32 else 2e-2
-    torch.testing.assert_close(launch.int4_mm(x, packed, scales, group=group, bias=bias), expected, atol=near, rtol=near)
+    got = launch.int4_mm(x, packed, scales, minimums, group=group, bias=bias)
+    torch.testing.assert_close(got, expected, atol=near, rtol=near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dim", DIMS[:2])
+def test_quantised_rows(dim, kind, dtype):
+    x = noise(5, dim + 8, dtype=dtype)[:, :dim]
+    x[1], x[2, 1], x[3] = 0, 1000, x[3] * 1e-4
+    (q, scale), (expected, expected_scale) = launch.quantize(x, kind), ops.quantize(x, kind)
+    assert torch.equal(scale, expected_scale) and scale[1] == 0 and not q[1].float().any()
+    assert torch.equal(q.float(), expected.float())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+def test_linears_compute_what_they_do_in_torch(quantization):
+    w, bias, x = noise(40, 80), noise(40, seed=1), noise(3, 80, seed=2)
+    ours, theirs = (
+        scaled_linear.DeviceFormat(quantization, kernels).pack(w, bias, {}) for kernels in (ops.triton_ops(), ops.TORCH)
+    )
+    assert torch.equal(ours.weight.view(torch.uint8), theirs.weight.view(torch.uint8)) and torch.equal(ours.scale, theirs.scale)
+    torch.testing.assert_close(ours(x), theirs(x), atol=1e-4, rtol=1e-4)
 
 
 MIXES = [  # temperature, top_p, top_k, min_p

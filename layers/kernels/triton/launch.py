@@ -6,7 +6,7 @@ import torch
 import triton
 
 from .fused import gated_kernel, rms_norm_kernel, rotate_kernel
-from .gemm import int4_mm_kernel, scaled_mm_kernel
+from .gemm import int4_mm_kernel, quantize_kernel, scaled_mm_kernel
 from .sampling import sample_kernel
 
 SAMPLE_BLOCK = 2048  # logits of a row that a program holds at once
@@ -144,13 +144,35 @@ def scaled_mm(
     return out
 
 
+def quantize(x_TK: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ops.FusedOps.quantize."""
+    tokens, inner = x_TK.shape
+    if x_TK.stride(1) != 1 or inner > MAX_NORM_DIM:
+        raise ValueError(f"a row must be contiguous and of up to {MAX_NORM_DIM} values, not {inner} with stride {x_TK.stride(1)}")
+    out = torch.empty((tokens, inner), dtype=dtype, device=x_TK.device)
+    scale = torch.empty(tokens, dtype=torch.float32, device=x_TK.device)
+    integer, block = dtype is torch.int8, triton.next_power_of_2(inner)
+    limit = 127.0 if integer else torch.finfo(dtype).max
+    quantize_kernel[(tokens,)](
+        x_TK, out, scale, inner, x_TK.stride(0), LIMIT=limit, INTEGER=integer, BLOCK=block, num_warps=min(16, max(1, block // 512))
+    )
+    return out, scale
+
+
 def int4_mm(
-    x_MK: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, *, group: int, bias: torch.Tensor | None = None
+    x_MK: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    minimums: torch.Tensor,
+    *,
+    group: int,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ops.FusedOps.int4_mm."""
     tokens, inner = x_MK.shape
     features = packed.shape[0]
-    if x_MK.stride(1) != 1 or not packed.is_contiguous() or not scales.is_contiguous() or inner % group or group < 32:
+    factors = (packed, scales, minimums)
+    if x_MK.stride(1) != 1 or not all(x.is_contiguous() for x in factors) or inner % group or group < 32:
         raise ValueError(f"int4_mm takes contiguous factors whose {inner} values divide into groups of 32 or more, not {group}")
     out = torch.empty((tokens, features), dtype=x_MK.dtype, device=x_MK.device)
     block_m = 16 if tokens <= 16 else 64
@@ -158,6 +180,7 @@ def int4_mm(
         x_MK,
         packed,
         scales,
+        minimums,
         out if bias is None else bias,
         out,
         tokens,
