@@ -115,7 +115,9 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = 1 << 30
     grammar_mask_timeout: Annotated[
         Seconds,
-        Meta(description="Seconds that finding what a grammar allows next may take; what takes longer ends its request with 400"),
+        Meta(
+            description="Seconds of processor time to find what a grammar allows next; what takes longer ends its request with 400"
+        ),
     ] = 0.5
     grammar_cache_bytes: Annotated[
         NotNegative, Meta(description="Bytes of compiled grammars that are kept, the least recently used ones go first")
