@@ -141,31 +141,53 @@ static void mix(const float* p, const Tile& tile, const Ahead* ahead, float* sta
   if (d < P) mix_block<R, 1>(p, tile, states, stride, x, y, d);
 }
 
-// Scores of one query -> its weights p, in place; folds m and l; x and y are the factors of the old a and of the new one.
-static inline void weigh(float* s, int lo, int hi, const bny_kv& kv, float* state, float* x, float* y) {
-  for (int j = 0; j < TILE; j += VL) {
-    if (j + VL <= lo || j >= hi) {
-      vf_store(s + j, vf_set1(-kInf));
-      continue;
+// What a score is multiplied by before its exp: a capped one has its scale in it.
+BNY_INLINE float score_factor(const bny_kv& kv) { return kv.soft_cap > 0 ? 1.0f : kv.scale; }
+
+// The vectors of a tile that hold a key of [lo, hi).
+struct Span {
+  int begin, end;
+  Span(int lo, int hi) : begin(lo / VL * VL), end(hi <= lo ? begin : (hi + VL - 1) / VL * VL) {}
+};
+
+// Caps the scores of one query where there is a cap, and makes those of keys outside [lo, hi) -inf. Returns m, kNothing where no key
+// is seen.
+static inline float greatest(float* s, int lo, int hi, const bny_kv& kv) {
+  const Span span(lo, hi);
+  if (span.begin == span.end) return kNothing;
+  if (kv.soft_cap > 0)
+    for (int j = span.begin; j < span.end; j += VL) {
+      const vf value = vf_div(vf_mul(vf_load(s + j), vf_set1(kv.scale)), vf_set1(kv.soft_cap));
+      vf_store(s + j, vf_mul(vf_tanh(value), vf_set1(kv.soft_cap)));
     }
-    vf value = vf_mul(vf_load(s + j), vf_set1(kv.scale));
-    if (kv.soft_cap > 0) value = vf_mul(vf_tanh(vf_div(value, vf_set1(kv.soft_cap))), vf_set1(kv.soft_cap));
-    vf_store(s + j, value);
-    for (int i = j; i < std::min(j + VL, lo); i++) s[i] = -kInf;
-    for (int i = std::max(j, hi); i < j + VL; i++) s[i] = -kInf;
-  }
-  vf top = vf_set1(kNothing), total = vf_zero();
-  for (int j = 0; j < TILE; j += VL) top = vf_max(top, vf_load(s + j));
-  const float m = vf_hmax(top);
-  for (int j = 0; j < TILE; j += VL) {
-    const vf p = vf_exp(vf_sub(vf_load(s + j), vf_set1(m)));
+  for (int i = span.begin; i < lo; i++) s[i] = -kInf;
+  for (int i = hi; i < span.end; i++) s[i] = -kInf;
+  vf top = vf_load(s + span.begin);
+  for (int j = span.begin + VL; j < span.end; j += VL) top = vf_max(top, vf_load(s + j));
+  return vf_hmax(top) * score_factor(kv);
+}
+
+// The weights p in the place of the scores, 0 where nothing is seen; returns l of the tile.
+static inline float weights_of(float* s, int lo, int hi, const bny_kv& kv, float m) {
+  const Span span(lo, hi);
+  const vf factor = vf_set1(score_factor(kv)), minus = vf_set1(-m);
+  vf sum = vf_zero();
+  for (int j = 0; j < std::min(span.begin, TILE); j += VL) vf_store(s + j, vf_zero());
+  for (int j = span.begin; j < span.end; j += VL) {
+    const vf p = vf_exp_negative(vf_fma(vf_load(s + j), factor, minus));
     vf_store(s + j, p);
-    total = vf_add(total, p);
+    sum = vf_add(sum, p);
   }
-  const float both = std::max(state[0], m);
+  for (int j = span.end; j < TILE; j += VL) vf_store(s + j, vf_zero());
+  return vf_sum(sum);
+}
+
+// Both, and folds m and l; x and y are the factors of the old a and of the new one.
+static inline void weigh(float* s, int lo, int hi, const bny_kv& kv, float* state, float* x, float* y) {
+  const float m = greatest(s, lo, hi, kv), total = weights_of(s, lo, hi, kv, m), both = std::max(state[0], m);
   *x = exp1(state[0] - both), *y = exp1(m - both);
   state[0] = both;
-  state[1] = std::fma(vf_sum(total), *y, state[1] * *x);
+  state[1] = std::fma(total, *y, state[1] * *x);
 }
 
 template <int R>

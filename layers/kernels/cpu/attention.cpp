@@ -11,12 +11,14 @@
 #include <vector>
 
 #include "attend.h"
+#include "attend_many.h"
 #include "kv_row.h"
 
 namespace bny {
 namespace {
 
-constexpr int BLOCK_ROWS = 96;      // queries of a block, tokens times heads that share a KV head
+constexpr int BLOCK_ROWS = 192;     // queries of a block, tokens times heads that share a KV head
+constexpr int MANY_ROWS = 16;       // queries from which matrix products gain more than transposing K costs
 constexpr int64_t SMALL = 1 << 15;  // multiplications below which waking threads costs more than it saves
 
 struct Block {
@@ -46,7 +48,7 @@ struct Work {
 
 // Per-thread memory that lives on from call to call.
 struct Scratch {
-  std::vector<float> q, states, rows;
+  std::vector<float> q, states, rows, many;
   std::vector<int> lo, hi;
   Tile tile;
   Ahead ahead;
@@ -106,6 +108,19 @@ void open_tile(const Rows& rows, int lo, int hi, int P, const Ahead* ahead) {
     read_row(rows, rows.kv.k, rows.kv.k_scale, j, k + j * P, P);
     read_row(rows, rows.kv.v, rows.kv.v_scale, j, v + j * P, P);
   }
+}
+
+// The same as matrices.
+DenseTile open_dense(const Rows& rows, int lo, int hi, int P, const Ahead* ahead, float* memory) {
+  Tile& tile = scratch.tile;
+  float *kt = memory, *v = memory + TILE * P;
+  open_tile(rows, lo, hi, P, ahead);
+  for (int j = 0; j < TILE; j++)
+    if (j < lo || j >= hi) tile.k[j] = tile.k[lo];  // any row: nobody sees it
+  transpose_tile(tile.k, kt, P);
+  if (tile.v[hi - 1] == scratch.rows.data() + TILE * P + (hi - 1) * P) return DenseTile{kt, scratch.rows.data() + TILE * P};
+  for (int j = lo; j < hi; j++) memcpy(v + j * P, tile.v[j], sizeof(float) * P);
+  return DenseTile{kt, v};
 }
 
 const int32_t* slots_of(const bny_step& step, int64_t request) { return step.table + step.rows[request] * step.table_stride; }
@@ -191,8 +206,34 @@ const Ahead* look_ahead(const Work& w, const Block& b, int64_t tile, int head) {
   return &ahead;
 }
 
+// A block of many queries of one KV head, none of which is left for the fold.
+void run_many(const Work& w, const Block& b) {
+  const int64_t n = b.count * w.group, padded = (n + ROUND - 1) / ROUND * ROUND, size = state_size(w.P);
+  float* q = scratch.grown(scratch.q, padded * w.P);
+  float* states = scratch.grown(scratch.states, padded * size);
+  float* memory = scratch.grown(scratch.many, many_scratch(padded) + 2 * TILE * w.P);
+  if ((int64_t)scratch.lo.size() < padded) scratch.lo.resize(padded), scratch.hi.resize(padded);
+  load_queries(w, b, q);
+  start_states(w, b, states);
+  memset(q + n * w.P, 0, sizeof(float) * (padded - n) * w.P);
+  for (int64_t i = n; i < padded; i++) scratch.lo[i] = scratch.hi[i] = 0, clear_state(states + i * size, w.P);
+  const bool direct = w.kv.type == BNY_KV_F32 && w.P == w.kv.head_dim;
+  for (int64_t tile = b.tile; tile < b.end; tile++) {
+    int lo, hi;
+    visible(w, b, tile, &lo, &hi);
+    if (lo >= hi) continue;
+    const Ahead* ahead = look_ahead(w, b, tile + 1, b.head);
+    const Rows rows{w.kv, slots_of(w.step, b.request) + tile * TILE, b.head};
+    const DenseTile dense = open_dense(rows, lo, hi, w.P, direct ? nullptr : ahead, memory + many_scratch(padded));
+    if (direct && ahead) ahead->fetch(ahead->k, 0, TILE), ahead->fetch(ahead->v, 0, TILE);
+    attend_many(q, (int)padded, dense, scratch.lo.data(), scratch.hi.data(), w.kv, states, w.P, memory);
+  }
+  finish_states(w, b, states, 0);
+}
+
 void run_block(const Work& w, const Block& b) {
   const int64_t n = b.count * w.group, all = n * b.num_heads, size = state_size(w.P);
+  if (b.num_heads == 1 && !b.part && n >= MANY_ROWS) return run_many(w, b);
   float* q = scratch.grown(scratch.q, all * w.P);
   float* states = scratch.grown(scratch.states, all * size);
   if ((int64_t)scratch.lo.size() < n) scratch.lo.resize(n), scratch.hi.resize(n);
@@ -268,7 +309,7 @@ void plan_decode(Work& w, int64_t b, int64_t num_decodes, int threads) {
 void plan_extend(Work& w, int64_t b, int threads) {
   const int64_t length = w.step.extend_lens[b], prefix = w.step.seq_lens[b] - length;
   int64_t each = std::max<int64_t>(1, BLOCK_ROWS / w.group);
-  while (each > 8 && w.kv.kv_heads * w.step.num_requests * ((length + each - 1) / each) < 4 * threads) each = (each + 1) / 2;
+  while (threads > 1 && each > 8 && w.kv.kv_heads * w.step.num_requests * ((length + each - 1) / each) < 4 * threads) each = (each + 1) / 2;
   for (int64_t i = (length - 1) / each * each; i >= 0; i -= each)  // the longest first
     for (int h = 0; h < w.kv.kv_heads; h++) {
       const int64_t count = std::min(each, length - i), position = prefix + i;

@@ -48,9 +48,9 @@ BNY_INLINE void vf_store_sum4(float* out, vf a, vf b, vf c, vf d) {
 // vf_round: to an integer, ties to even. vf_scale2: a * 2^n for an integral n. vf_zero_below: a, but 0 where x < limit.
 // vf_store_sum4: the sums of four vectors, each added up in the same order.
 
-// exp to within 2 ulp: exactly 1 at 0, 0 below -87.3, NaN for NaN. Cody and Waite's reduction, a minimax polynomial of degree 6.
-BNY_INLINE vf vf_exp(vf x) {
-  const vf c = vf_min(vf_set1(88.0f), vf_max(vf_set1(-87.4f), x));
+// vf_exp of what is not above 0.
+BNY_INLINE vf vf_exp_negative(vf x) {
+  const vf c = vf_max(vf_set1(-87.4f), x);
   const vf n = vf_round(vf_mul(c, vf_set1(1.44269504f)));
   const vf r = vf_fma(n, vf_set1(2.12194440e-4f), vf_fma(n, vf_set1(-0.693359375f), c));
   vf p = vf_set1(1.9875691500e-4f);
@@ -62,6 +62,9 @@ BNY_INLINE vf vf_exp(vf x) {
   p = vf_add(vf_fma(vf_mul(p, r), r, r), vf_set1(1.0f));
   return vf_zero_below(vf_scale2(p, n), x, -87.3f);
 }
+
+// exp to within 2 ulp: exactly 1 at 0, 0 below -87.3, NaN for NaN. Cody and Waite's reduction, a minimax polynomial of degree 6.
+BNY_INLINE vf vf_exp(vf x) { return vf_exp_negative(vf_min(vf_set1(88.0f), x)); }
 
 BNY_INLINE float exp1(float x) {
   float out[VL];
