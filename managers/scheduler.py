@@ -114,7 +114,7 @@ class Scheduler:
         else:
             num_decode = len(batch.rows) - batch.num_prefill
             num_prefill_tokens = len(batch.step.input_ids) - num_decode
-            self.stats.step(output.elapsed, num_prefill_tokens=num_prefill_tokens, num_decode_rows=num_decode)
+            self.stats.step(output.elapsed, num_prefill_tokens=num_prefill_tokens, num_decode_rows=num_decode, graph=output.graph)
             self.results.absorb(batch, output)
         finally:
             self.masks.absorbed()

@@ -28,8 +28,9 @@ class SchedulerStats:
     on_step: Callable[[float, int, int], None] | None = None  # told of seconds, prompt tokens and decoding rows of each step
     waiting_since: float = 0.0  # when the wait for the forward step under way began, 0 if there is none
 
-    def step(self, elapsed: float, *, num_prefill_tokens: int, num_decode_rows: int) -> None:
-        """A step's results are here; it took ``elapsed`` seconds on the device."""
+    def step(self, elapsed: float, *, num_prefill_tokens: int, num_decode_rows: int, graph: bool = False) -> None:
+        """A step's results are here; it took ``elapsed`` seconds on the device. graph: it was replayed from a recording."""
+        self.log.replayed(graph, decode=not num_prefill_tokens)
         kind = "decode" if not num_prefill_tokens else "mixed" if num_decode_rows else "prefill"
         self.forward_seconds[kind] += elapsed
         if self.on_step:

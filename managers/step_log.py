@@ -30,7 +30,8 @@ class StepLog:
     """A line per prefill step and one per ``decode_log_interval`` decode steps. Times are for these lines only."""
 
     decode_log_interval: int = 40
-    cuda_graph: bool = False  # decode steps replay a captured graph
+    decode_graph: bool = False  # the newest result of a decode step was replayed from a recording: CUDA graphs, or the CPU graph
+    prefill_graph: bool = False  # the same of a step with prompts
     loads: Callable[[], Loads] = field(default=lambda: Loads(0, 0, 0, 0))
     gen_throughput: float = 0.0  # output tokens per second over the last log interval
     _prefilled: float = field(default_factory=time.monotonic)  # when the newest prefill line was written
@@ -46,10 +47,17 @@ class StepLog:
         throughput, self._prefilled = num_new / max(now - self._prefilled, 1e-9), now
         logger.info(
             "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, #running-req: %d, #queue-req: %d, "
-            "#pending-token: %d, cuda graph: False, input throughput (token/s): %.2f",
+            "#pending-token: %d, cuda graph: %s, input throughput (token/s): %.2f",
             *(num_reqs, num_new, num_cached, loads.token_usage, loads.num_running, loads.num_waiting),
-            *(loads.num_pending_tokens, throughput),
+            *(loads.num_pending_tokens, self.prefill_graph, throughput),
         )
+
+    def replayed(self, graph: bool, *, decode: bool) -> None:
+        """A result is here. Lines are written when a step is launched, hence tell of the newest result."""
+        if decode:
+            self.decode_graph = graph
+        else:
+            self.prefill_graph = graph
 
     def decode(self, *, num_reqs: int) -> None:
         """A decode step was launched."""
@@ -65,5 +73,5 @@ class StepLog:
             logger.info(
                 "Decode batch, #running-req: %d, #token: %d, token usage: %.2f, cuda graph: %s, gen throughput (token/s): %.2f, "
                 "#queue-req: %d",
-                *(num_reqs, loads.num_used_tokens, loads.token_usage, self.cuda_graph, self.gen_throughput, loads.num_waiting),
+                *(num_reqs, loads.num_used_tokens, loads.token_usage, self.decode_graph, self.gen_throughput, loads.num_waiting),
             )

@@ -44,6 +44,16 @@ def kv_budget(*, free_after_load: int, free_before_load: int, mem_fraction: floa
     return max(0, int(free_after_load - free_before_load * (1 - mem_fraction)))
 
 
+def beside_peak(*, free_after_load: int, peak: int, graphs: int, margin: int) -> int:
+    """Bytes left for KV beside the peak of a step and what recordings take: free - peak - graphs - margin, at least 0."""
+    return max(0, free_after_load - peak - graphs - margin)
+
+
+def graph_bytes(*, max_decode_batch: int, num_prefill_graphs: int) -> int:
+    """What recordings are expected to take: 2 MiB per request of the largest decode step, 8 MiB per size of prompts."""
+    return (2 * max_decode_batch + 8 * num_prefill_graphs) << 20
+
+
 def gpu_tier(gpu_mem_gib: float | None, tp_size: int = 1) -> GpuTier:
     """Chunk size and largest decode batch by GPU memory in GiB; None: no GPU, or its size is not known."""
     wide = tp_size >= 4
@@ -66,17 +76,18 @@ def default_mem_fraction(
     chunked_prefill_size: int | None,
     max_prefill_tokens: int = 16384,
     max_decode_batch: int = 0,
+    num_prefill_graphs: int = 0,
     num_ranks: int = 1,
 ) -> float:
     """Share of the memory for weights and KV: round((mem - reserved) / mem, 3); 0.88 where the memory is not known.
 
-    reserved (MiB) = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024 + 2 * max_decode_batch (its graphs); at least 10240 on
-    GPUs over 60 GiB. chunk: chunked_prefill_size, or max_prefill_tokens where prompts are not chunked.
+    reserved (MiB) = 512 + 1.5 * max(chunk, 2048) + ranks / 8 * 1024 + 2 * max_decode_batch + 8 * num_prefill_graphs (what graphs
+    take); at least 10240 on GPUs over 60 GiB. chunk: chunked_prefill_size, or max_prefill_tokens where prompts are not chunked.
     """
     if gpu_mem_mib is None:
         return 0.88
     chunk = max_prefill_tokens if chunked_prefill_size is None else max(chunked_prefill_size, 2048)
-    reserved = 512 + 1.5 * chunk + num_ranks / 8 * 1024 + 2 * max_decode_batch
+    reserved = 512 + 1.5 * chunk + num_ranks / 8 * 1024 + 2 * max_decode_batch + 8 * num_prefill_graphs
     if gpu_mem_mib > 60 * 1024:
         reserved = max(reserved, 10240)
     return max(0.0, round((gpu_mem_mib - reserved) / gpu_mem_mib, 3))

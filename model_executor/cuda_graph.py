@@ -1,7 +1,7 @@
 """Recorded decode steps: the kernels of a step are launched by one call, over tensors whose contents change.
 
 A batch is padded to the next recorded size. A padding row is row 0 with one token in slot 0, the scratch slot, so it reads and
-writes nothing that anyone owns. Prompts are never recorded: their kernels take longer than their launches.
+writes nothing that anyone owns. Prompts are recorded in pieces: prefill_graph.py.
 
 Legend: B requests of a step, N requests of a recording.
 """
@@ -9,7 +9,6 @@ Legend: B requests of a step, N requests of a recording.
 from __future__ import annotations
 
 import bisect
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..layers.attention.base import AttentionBackend, RecordableBackend
+from ..layers.attention.base import RecordableBackend
 from ..layers.forward_batch import ForwardBatch
-
-logger = logging.getLogger(__name__)
 
 HiddenStates = Callable[[ForwardBatch], torch.Tensor]
 IDS, POSITIONS, ROWS, LENS, SLOTS = range(5)  # rows of the recorded tensor
@@ -48,6 +45,16 @@ class CudaRecorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = call()
         return graph.replay, output
+
+    def begin(self) -> None:
+        """As PieceRecorder.begin, on the stream, which is the current one."""
+        self._piece = torch.cuda.CUDAGraph()
+        self._piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> Callable[[], None]:
+        """As PieceRecorder.end."""
+        self._piece.capture_end()
+        return self._piece.replay
 
 
 @dataclass(slots=True)
@@ -121,19 +128,6 @@ class DecodeGraphs:
             extend_lens_host=np.ones(size, np.int64),
             prefix_lens_host=np.zeros(size, np.int64),
         )
-
-
-def record_decode(
-    forward: HiddenStates, backend: AttentionBackend, table: torch.Tensor, *, sizes: Sequence[int], stream: torch.cuda.Stream
-) -> DecodeGraphs | None:
-    """Recordings on a CUDA stream, which must be the current one; None for no sizes. What they take is logged."""
-    if not sizes or not isinstance(backend, RecordableBackend):
-        return None
-    before = torch.cuda.mem_get_info(table.device)[0]
-    graphs = DecodeGraphs(forward, backend, table, sizes=sizes, recorder=CudaRecorder(stream))
-    taken = (before - torch.cuda.mem_get_info(table.device)[0]) / (1 << 30)
-    logger.info("recorded decode steps of %d sizes up to %d in %.1f s and %.2f GiB", len(sizes), sizes[-1], graphs.seconds, taken)
-    return graphs
 
 
 def capture_sizes(max_batch: int) -> list[int]:

@@ -31,8 +31,9 @@ class AttentionPlan(NamedTuple):
     backend: str
     kv_dtype: torch.dtype
     explain: dict[str, str]
-    graph_sizes: tuple[int, ...] = ()  # these two are a GPU's
+    graph_sizes: tuple[int, ...] = ()  # these three are a GPU's
     draw: Draw | None = None
+    prefill_graph_sizes: tuple[int, ...] = ()
 
     def make_backend(self, pool: KVPool) -> AttentionBackend:
         """The backend over a pool."""
@@ -74,6 +75,11 @@ def plan_forward(model: DecoderModel, native: Native | NotNative, config: ModelC
         return False, f"module by module: attention backend {backend}"
     obstacle = why_not(model, config.hidden_act)
     return obstacle is None, "one native call a step" if obstacle is None else f"module by module: {obstacle}"
+
+
+def is_recorded(forward: HiddenStates) -> bool:
+    """Whether it replays the CPU graph."""
+    return isinstance(getattr(forward, "__self__", None), CpuGraph)
 
 
 def make_forward(model: DecoderModel, native: Native | NotNative, config: ModelConfig, backend: AttentionBackend) -> HiddenStates:

@@ -14,12 +14,28 @@ from ..layers.kernels.ops import Draw, ops_of
 from ..mem_cache.kv_pool import KVPool
 from ..mem_cache.sizing import gpu_tier
 from .cuda_graph import capture_sizes, parse_sizes
+from .prefill_graph import DEFAULT_MAX_TOKENS, prefill_sizes
 from .step import RunnerConfig
 
 RECORDABLE = ("triton", "flashinfer", "fa3")
-KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+KV_DTYPES = {
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 FP8_BACKENDS = ("triton", "flashinfer")
+E4M3_CAPABILITY = (8, 9)  # the first that converts it
 GIB = 1 << 30
+_GPU_OPTIONS = (
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "sampling_backend",
+    "cuda_graph_max_bs",
+    "cuda_graph_bs",
+    "prefill_cuda_graph_max_tokens",
+)
 
 
 class GpuFacts(NamedTuple):
@@ -48,6 +64,7 @@ class GpuPlan(NamedTuple):
     graph_sizes: tuple[int, ...]  # none: decode is not recorded
     draw: Draw | None  # a kernel that samples
     explain: dict[str, str]
+    prefill_graph_sizes: tuple[int, ...] = ()  # numbers of tokens
 
     @property
     def backend(self) -> str:
@@ -62,7 +79,7 @@ class GpuPlan(NamedTuple):
 
 def refuse_gpu_options(config: RunnerConfig) -> None:
     """Raises ValueError for an option that only a CUDA device has."""
-    for name in ("prefill_attention_backend", "decode_attention_backend", "sampling_backend", "cuda_graph_max_bs", "cuda_graph_bs"):
+    for name in _GPU_OPTIONS:
         if getattr(config, name) is not None:
             raise ValueError(f"{name} is for CUDA devices, this is a CPU")
 
@@ -89,16 +106,18 @@ def plan_gpu(config: RunnerConfig, facts: GpuFacts) -> GpuPlan:
         if kv_dtype.itemsize == 1 and name not in FP8_BACKENDS:
             raise ValueError(f"attention backend {name} does not read fp8 KV; {', '.join(FP8_BACKENDS)} do")
     sizes, graph_why = plan_graphs(config, facts, choice.decode)
+    prefill_graphs, prefill_why = plan_prefill_graphs(config, facts.is_whole)
     draw, draw_why = _plan_draw(config.sampling_backend)
     ops = ops_of("cuda")
     explain = {
         "attention_backend": describe(choice),
         "kv_cache_dtype": f"{str(kv_dtype)[6:]} ({kv_why})",
         "cuda_graphs": graph_why,
+        "prefill_cuda_graphs": prefill_why,
         "sampling_backend": draw_why,
         "fused_ops": f"norms and activations {ops.norms}, quantised products {ops.products}",
     }
-    return GpuPlan(choice.prefill, choice.decode, kv_dtype, tuple(sizes), draw, explain)
+    return GpuPlan(choice.prefill, choice.decode, kv_dtype, tuple(sizes), draw, explain, tuple(prefill_graphs))
 
 
 def plan_graphs(config: RunnerConfig, facts: GpuFacts, decode: str) -> tuple[list[int], str]:
@@ -130,6 +149,21 @@ def plan_graphs(config: RunnerConfig, facts: GpuFacts, decode: str) -> tuple[lis
     return sizes, f"{len(sizes)} sizes up to {sizes[-1]} ({why})"
 
 
+def plan_prefill_graphs(config: RunnerConfig, is_whole: bool) -> tuple[list[int], str]:
+    """(numbers of tokens to record, why)."""
+    given = config.prefill_cuda_graph_max_tokens
+    if config.disable_cuda_graph or config.disable_prefill_cuda_graph:
+        return [], "off, as given"
+    if not is_whole:
+        if given is not None:
+            raise ValueError("CUDA graphs of prompts were asked for, but the model is spread over ranks")
+        return [], "off: the model is spread over ranks"
+    chunk = config.chunked_prefill_size or 0
+    most = given or (min(chunk, DEFAULT_MAX_TOKENS) if chunk > 0 else DEFAULT_MAX_TOKENS)
+    sizes = prefill_sizes(most)
+    return sizes, f"{len(sizes)} sizes up to {most} tokens, in pieces between attention ({'as given' if given else 'default'})"
+
+
 def _kv_dtype(wanted: str, facts: GpuFacts) -> tuple[torch.dtype, str]:
     if wanted == "auto":
         return facts.compute, "that of activations"
@@ -138,7 +172,7 @@ def _kv_dtype(wanted: str, facts: GpuFacts) -> tuple[torch.dtype, str]:
     dtype = KV_DTYPES[wanted]
     if dtype.itemsize > 1 and dtype is not facts.compute:
         raise ValueError(f"kv_cache_dtype {wanted} needs that dtype of activations, which are {str(facts.compute)[6:]}")
-    if dtype.itemsize == 1 and facts.capability < (8, 9):
+    if dtype is torch.float8_e4m3fn and facts.capability < E4M3_CAPABILITY:
         raise ValueError(
             f"kv_cache_dtype {wanted} needs compute capability 8.9, this is {facts.capability[0]}.{facts.capability[1]}"
         )

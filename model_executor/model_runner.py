@@ -20,20 +20,21 @@ from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
-from .cuda_graph import DecodeGraphs, record_decode
 from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
-from .forward import AttentionPlan, HiddenStates, make_forward, plan_attention, plan_forward
+from .forward import AttentionPlan, HiddenStates, is_recorded, make_forward, plan_attention, plan_forward
 from .future_map import FutureMap
 from .gpu_plan import GpuFacts, GpuPlan, plan_gpu, refuse_gpu_options
-from .memory import available_memory, cache_tokens
+from .memory import GraphCount, Peak, available_memory, cache_tokens
 from .model_config import ModelConfig, ModelConfigError, load_model_config
 from .models.blocks import DecoderModel
 from .models.registry import model_class
+from .peak import CudaMeter, measure_peak
 from .profiler import StepProfiler
 from .shard import Shard
-from .stage_handle import ResultBox, StageHandle
+from .stage_handle import BoxHandle, ResultBox, StageHandle
 from .step import FatalStepError, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput
+from .step_graphs import GraphPlan, StepGraphs, record_steps
 from .weight_form import plan_weights
 from .weight_sources import WeightSources
 from .weights import dummy_weights, load_weights
@@ -73,7 +74,7 @@ class ModelRunner:
         self._shard = Shard(self._model_config, config.ranks)
         self._processors = load_processors(config.logit_processors)
         self._cache: _Cache | None = None
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         sources = WeightSources(self._model_config, config.model_path, config.load_format)
         self._upkeep = _Upkeep(sources, StepProfiler(config.ranks.name))
         self._closed = False
@@ -84,12 +85,15 @@ class ModelRunner:
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
             self._model: DecoderModel | None = self._device.run(lambda: self._load(sources))
+            peak = self._device.run(self._measure_peak)
             num_tokens, pool_why = cache_tokens(
                 config,
                 self._shard.local,
                 dtype=self._attention.kv_dtype,
                 device=self._device.device,
                 free_before_load=free_before_load,
+                peak=peak,
+                graphs=GraphCount(max(self._attention.graph_sizes, default=0), len(self._attention.prefill_graph_sizes)),
             )
             self._num_tokens = self._ranks.min_over_all(num_tokens)
         except BaseException:
@@ -139,9 +143,10 @@ class ModelRunner:
     def launch(self, step: StepInput) -> StepHandle:
         if self._closed:
             raise RuntimeError("the runner is closed")
-        if self._shard.is_whole:
-            return self._device.submit(lambda: in_mode(self._config, lambda: self._run(step)))
-        return self._launch_part(step)
+        if not self._shard.is_whole:
+            return self._launch_part(step)
+        box = ResultBox()
+        return BoxHandle(self._device.submit(lambda: in_mode(self._config, lambda: self._run(step, box))), box)
 
     def close(self) -> None:
         if not self._closed:
@@ -167,12 +172,29 @@ class ModelRunner:
         return model.eval()
 
     @torch.inference_mode()
+    def _measure_peak(self) -> Peak | None:
+        """Of a CUDA device whose pool is not given."""
+        device, model = self._device.device, self._model
+        if device.type == "cpu" or self._config.max_total_tokens is not None or model is None:
+            return None
+        return measure_peak(
+            model,
+            self._attention.make_backend,
+            config=self._config,
+            shape=self._shard.local,
+            kv_dtype=self._attention.kv_dtype,
+            compute=self._plan.compute,
+            device=device,
+            meter=CudaMeter(device),
+        )
+
+    @torch.inference_mode()
     def _replace_model(self, sources: WeightSources) -> None:
         """Another model in the place of this one, over the same KV. It stands before the old one goes: failures change nothing."""
         model = self._load(sources)
         if (cache := self._cache) is not None:
             cache.forward = self._bound(model, cache.backend)
-            self._graphs = self._record(cache.forward, cache.builder.table, cache.backend)
+            self._graphs = self._record(model, cache.forward, cache.builder.table, cache.backend)
         self._model = model
 
     def _bound(self, model: DecoderModel, backend: AttentionBackend) -> HiddenStates:
@@ -198,14 +220,17 @@ class ModelRunner:
         forward = None if self._model is None else self._bound(self._model, backend)
         edits = LogitEdits(model.vocab_size, self._device.device, self._processors)
         builder = BatchBuilder(self._device, req_to_token, future_map, kernel_draws=self._attention.draw is not None)
-        self._graphs = self._record(forward, builder.table, backend)
+        self._graphs = self._record(self._model, forward, builder.table, backend)
         return _Cache(builder, backend, forward, future_map, edits)
 
-    def _record(self, forward: HiddenStates | None, table: torch.Tensor, backend: AttentionBackend) -> DecodeGraphs | None:
-        if forward is None or not self._attention.graph_sizes:
+    def _record(
+        self, model: DecoderModel | None, forward: HiddenStates | None, table: torch.Tensor, backend: AttentionBackend
+    ) -> StepGraphs | None:
+        if model is None or forward is None:
             return None
-        stream = torch.cuda.current_stream(self._device.device)
-        return record_decode(forward, backend, table, sizes=self._attention.graph_sizes, stream=stream)
+        attention = self._attention
+        plan = GraphPlan(decode_sizes=attention.graph_sizes, prefill_sizes=attention.prefill_graph_sizes, dtype=self._plan.compute)
+        return record_steps(model, forward, backend, table, plan=plan)
 
     def _plan_attention(self) -> AttentionPlan | GpuPlan:
         config, plan, device = self._config, self._plan, self._device.device
@@ -216,13 +241,13 @@ class ModelRunner:
         return plan_gpu(config, GpuFacts.of(device, head_dim=self._model_config.head_dim, compute=plan.compute, is_whole=whole))
 
     @torch.inference_mode()
-    def _run(self, step: StepInput) -> list[torch.Tensor]:
+    def _run(self, step: StepInput, box: ResultBox) -> list[torch.Tensor]:
         """Ids that the step samples, int64 [S], and what log-probabilities it is asked for."""
         self._upkeep.profiler.step()
         cache = self._require_cache()
         cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
         batch, (sample_rows, draws) = cache.builder.build(step)
-        hidden = self._forward(batch)
+        hidden = self._forward(batch, box)
         model, reader = self._loaded_model(), LogprobReader()
         reader.read_prompts(step.prompt_logprobs, hidden, model.logits, self._model_config.vocab_size)
         logits = model.logits(hidden.index_select(0, batch.sample_tokens))
@@ -254,30 +279,32 @@ class ModelRunner:
             if (step.input_ids >= self.info.vocab_size).any():
                 raise IndexError("an input id is outside the vocabulary")
             try:
-                return self._run(step) if self._shard.has_head else self._run_stage(step, box)
+                return self._run(step, box) if self._shard.has_head else self._run_stage(step, box)
             except Exception as error:
                 raise FatalStepError(f"{self._config.ranks.name}: {type(error).__name__}: {error}") from error
 
         handle = self._device.submit(call)
-        return handle if self._shard.has_head else StageHandle(handle, box)
+        return BoxHandle(handle, box) if self._shard.has_head else StageHandle(handle, box)
 
     @torch.inference_mode()
     def _run_stage(self, step: StepInput, box: ResultBox) -> list[torch.Tensor]:
         """The layers of a stage before the last; what is sampled comes back later."""
-        self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)[0]))
+        self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)[0], box))
         asked = [*step.prompt_logprobs, *step.sampled_logprobs]
         box.receipt = self._ranks.receive_result([len(step.sample_index), *(packed_sizes(asked) if asked else ())])
         return [torch.empty(0, dtype=torch.int64)]
 
-    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def _forward(self, batch: ForwardBatch, box: ResultBox) -> torch.Tensor:
         """Hidden states of all tokens, [T, hidden]."""
         if self._graphs is not None and (recorded := self._graphs.run(batch)) is not None:
+            box.graph = True
             return recorded
         cache = self._require_cache()
         cache.backend.plan(batch)
         if cache.forward is None:
             raise RuntimeError("the weights are released")
         if self._config.ranks.is_first_stage:
+            box.graph = is_recorded(cache.forward)
             return cache.forward(batch)
         shape = (len(batch.input_ids), self._model_config.hidden_size)
         received = self._ranks.receive_hidden(shape, self._plan.compute, self._device.device)

@@ -1,4 +1,4 @@
-"""The handle of a step whose result another stage computes."""
+"""Handles of steps: what a step leaves on the side, and results that another stage computes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,27 @@ from .step import FatalStepError, StepHandle, StepOutput
 
 @dataclass(slots=True)
 class ResultBox:
-    """Where a stage's step leaves what it expects from the last stage."""
+    """Where a step leaves whether it was replayed, and a stage's step what it expects from the last stage."""
 
     receipt: Receipt | None = None
+    graph: bool = False
+
+
+class BoxHandle:
+    """A StepHandle whose output takes over what the step left in the box."""
+
+    def __init__(self, own: StepHandle, box: ResultBox) -> None:
+        self._own, self._box = own, box
+
+    def done(self) -> bool:
+        """As StepHandle.done."""
+        return self._own.done()
+
+    def wait(self) -> StepOutput:
+        """As StepHandle.wait."""
+        output = self._own.wait()
+        output.graph = self._box.graph
+        return output
 
 
 class StageHandle:
@@ -33,5 +51,5 @@ class StageHandle:
             result = StepOutput.of([tensor.numpy() for tensor in self._box.receipt.wait()])
         except RankLostError as error:
             raise FatalStepError(str(error)) from error
-        result.elapsed = output.elapsed
+        result.elapsed, result.graph = output.elapsed, self._box.graph
         return result

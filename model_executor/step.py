@@ -63,6 +63,7 @@ class StepOutput:
 
     next_ids: np.ndarray  # int64 [S]; FAILED or NO_CHOICE where that request fails, the others go on
     elapsed: float = 0.0  # seconds that the step took on the device
+    graph: bool = False  # the step was replayed from a recording: CUDA graphs, or the CPU graph
     logprob_values: np.ndarray | None = None  # these two for unpack_logprobs: of prompt_logprobs, then of sampled_logprobs
     logprob_ids: np.ndarray | None = None
 
@@ -104,13 +105,15 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: str | None = None  # int8 | int4 | fp8 | gguf
     context_length: int | None = None
     attention_backend: str | None = None
-    kv_cache_dtype: str = "auto"  # auto | float32 | float16 | bfloat16 | int8 | fp8_e4m3
-    prefill_attention_backend: str | None = None  # these to cuda_graph_bs: of a CUDA device
+    kv_cache_dtype: str = "auto"  # auto | float32 | float16 | bfloat16 | int8 | fp8_e4m3 | fp8_e5m2
+    prefill_attention_backend: str | None = None  # these to prefill_cuda_graph_max_tokens: of a CUDA device
     decode_attention_backend: str | None = None
     sampling_backend: str | None = None  # triton | pytorch
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     cuda_graph_bs: str | None = None  # sizes, with commas between
+    disable_prefill_cuda_graph: bool = False
+    prefill_cuda_graph_max_tokens: int | None = None
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None

@@ -223,10 +223,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     # Kernels
     attention_backend: Annotated[str | None, Meta(description="Attention implementation, if not the best for the device")] = None
     kv_cache_dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8_e4m3"],
+        Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8_e4m3", "fp8_e5m2"],
         Meta(
             description="Type of the KV cache; auto: that of the weights; int8: with a scale for each token and head, CPU only; "
-            "fp8_e4m3: without scales, GPU only"
+            "fp8_e4m3, fp8_e5m2: without scales, GPU only"
         ),
     ] = "auto"
     enable_deterministic_inference: Annotated[
@@ -251,6 +251,21 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = None
     cuda_graph_bs: Annotated[
         str | None, Meta(description="Sizes of decode steps that are recorded as CUDA graphs, with commas between")
+    ] = None
+    disable_prefill_cuda_graph: Annotated[
+        bool,
+        Meta(
+            description="Launch every kernel of a step with prompts by itself",
+            extra={"aliases": ["--disable-piecewise-cuda-graph"]},
+        ),
+    ] = False
+    prefill_cuda_graph_max_tokens: Annotated[
+        Positive | None,
+        Meta(
+            description="Most tokens of a step with prompts that is recorded as CUDA graphs, one for what lies between two layers' "
+            "attention; unset: 2048, or the size of chunks if that is less",
+            extra={"aliases": ["--piecewise-cuda-graph-max-tokens"]},
+        ),
     ] = None
     random_seed: Annotated[int | None, Meta(description="Seed of requests that bring none; unset: a fresh one at each start")] = (
         None
@@ -440,6 +455,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             disable_cuda_graph=self.disable_cuda_graph,
             cuda_graph_max_bs=self.cuda_graph_max_bs,
             cuda_graph_bs=self.cuda_graph_bs,
+            disable_prefill_cuda_graph=self.disable_prefill_cuda_graph,
+            prefill_cuda_graph_max_tokens=self.prefill_cuda_graph_max_tokens,
             mem_fraction_static=self.mem_fraction_static,
             max_total_tokens=self.max_total_tokens,
             max_running_requests=self.max_running_requests,

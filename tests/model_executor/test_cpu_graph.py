@@ -47,8 +47,8 @@ def make(path, monkeypatch):
         seen: list[torch.Tensor] = []
         original: Callable[..., torch.Tensor] = runner._forward
 
-        def keep(batch) -> torch.Tensor:
-            hidden = original(batch)
+        def keep(*args) -> torch.Tensor:
+            hidden = original(*args)
             seen.append(hidden.clone())
             return hidden
 

@@ -23,12 +23,19 @@ def test_a_hopper_gets_fa3_graphs_by_its_memory_and_a_kernel_that_samples(monkey
     plan = plan_gpu(config(), facts())
     assert (plan.prefill, plan.decode, plan.backend, plan.kv_dtype) == ("fa3", "fa3", "fa3", torch.bfloat16)
     assert plan.graph_sizes[-1] == 256 and plan.explain["cuda_graphs"] == "36 sizes up to 256 (by the size of the GPU's memory)"
-    assert set(plan.explain) == {"attention_backend", "kv_cache_dtype", "cuda_graphs", "sampling_backend", "fused_ops"}
+    assert plan.prefill_graph_sizes[-1] == 2048
+    assert plan.explain["prefill_cuda_graphs"] == "42 sizes up to 2048 tokens, in pieces between attention (default)"
+    named = {"attention_backend", "kv_cache_dtype", "cuda_graphs", "prefill_cuda_graphs", "sampling_backend", "fused_ops"}
+    assert set(plan.explain) == named
 
 
 def test_fp8_kv_leads_to_a_backend_that_reads_it():
     plan = plan_gpu(config(kv_cache_dtype="fp8_e4m3"), facts())
     assert (plan.decode, plan.kv_dtype) == ("flashinfer", torch.float8_e4m3fn)
+
+
+def test_the_wide_fp8_needs_no_conversion_of_the_hardware():
+    assert plan_gpu(config(kv_cache_dtype="fp8_e5m2", attention_backend="triton"), facts((8, 0))).kv_dtype is torch.float8_e5m2
 
 
 def test_phases_apart():
@@ -51,8 +58,24 @@ def test_sizes_of_graphs(values, expected):
     assert plan_gpu(config(**values), facts()).graph_sizes == tuple(expected)
 
 
+@pytest.mark.parametrize(
+    ("values", "last"),
+    [
+        ({"chunked_prefill_size": 512}, 512),
+        ({"chunked_prefill_size": -1}, 2048),
+        ({"prefill_cuda_graph_max_tokens": 300}, 300),
+        ({"disable_cuda_graph": True}, None),
+        ({"disable_prefill_cuda_graph": True}, None),
+        ({"attention_backend": "torch_native"}, 2048),
+    ],
+)
+def test_sizes_of_graphs_of_prompts(values, last):
+    assert plan_gpu(config(**values), facts()).prefill_graph_sizes[-1:] == (() if last is None else (last,))
+
+
 def test_ranks_turn_graphs_off():
-    assert plan_gpu(config(), facts(is_whole=False)).explain["cuda_graphs"] == "off: the model is spread over ranks"
+    explain = plan_gpu(config(), facts(is_whole=False)).explain
+    assert explain["cuda_graphs"] == explain["prefill_cuda_graphs"] == "off: the model is spread over ranks"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +85,7 @@ def test_ranks_turn_graphs_off():
         ({"cuda_graph_bs": "16", "cuda_graph_max_bs": 8}, facts(), "no size of cuda_graph_bs"),
         ({"cuda_graph_max_bs": 8, "attention_backend": "torch_native"}, facts(), "torch_native cannot be recorded"),
         ({"cuda_graph_max_bs": 8}, facts(is_whole=False), "spread over ranks"),
+        ({"prefill_cuda_graph_max_tokens": 8}, facts(is_whole=False), "graphs of prompts were asked for"),
         ({"attention_backend": "fa3"}, facts((10, 0)), "8.x and 9.x, not 10.0"),
     ],
 )
