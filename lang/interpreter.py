@@ -271,7 +271,7 @@ class Interpreter:
     def _release(self, forks: list[Interpreter]) -> None:
         self._speculate_end()
         try:
-            self._cache_prefix(len(forks))
+            self._prepare_forks(len(forks))
         except Exception as error:  # whatever ends this state ends its forks
             for each in forks:
                 each.queue.fail(error)
@@ -288,13 +288,13 @@ class Interpreter:
         self.meta_info = dict(parent.meta_info)
         self.queue.release()
 
-    def _cache_prefix(self, size: int) -> None:
-        """Have the common text in the cache before several forks ask for it at once."""
+    def _prepare_forks(self, size: int) -> None:
+        """Have the common text computed once, although several forks ask for it at once."""
         text = self.transcript.text
         if size < 2 or not text:
             return
         start = self.record.now()
-        meta = self.setting.backend.cache_prefix(text, self.transcript.images)
+        meta = self.setting.backend.prepare_forks(text, self.transcript.images)
         if meta is not None:
             self.record.call(Event(kind="cache", role=self.transcript.role, start=start), [meta])
 

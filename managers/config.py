@@ -88,6 +88,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     chunked_prefill_size: int | None = None  # None: derive, -1: never split a prompt
     max_prefill_tokens: int = 16384
     prefill_max_requests: int | None = None
+    shared_prefix_min: int | None = None  # None: by device
     enable_mixed_chunk: bool = False
     prefill_decode_interval: int = 0
     target_itl_ms: float | None = None  # implies mixed steps

@@ -18,7 +18,11 @@ from .retraction import NewTokenRatio
 from .sessions.holds import SessionHolds
 from .waiting_queue import WaitingQueue
 
-SHARED_MIN = 32  # tokens that a request must be about to find in the cache before it is worth a step of waiting
+# Tokens that a request must be about to find in the cache for it to be worth a step of waiting, by device: on a CPU a step costs as
+# much time as so many tokens; on a GPU many times that, so there it is a compromise with latency.
+SHARED_MIN = {"cpu": 4, "cuda": 32}
+WORTH_ANY_WAIT = 32  # tokens for which a request waits however often it has waited
+MAX_WAITS = 4  # prefill steps that pass a request over for less
 MAX_DEFERRED = 128  # requests that are passed over in one plan
 
 
@@ -42,7 +46,7 @@ class PrefillLimits:
     """What one prefill step may hold. shared_chunk: tokens of a prompt beside requests that decode, None: no other limit.
 
     chunked_prefill_size: a multiple of the page size; None: prompts are never split. mixed: decode in the same step.
-    decode_interval: decode steps between two prefill steps while anything decodes.
+    decode_interval: decode steps between two prefill steps while anything decodes. shared_min: see SHARED_MIN.
     """
 
     max_prefill_tokens: int = 16384
@@ -51,15 +55,20 @@ class PrefillLimits:
     mixed: bool = False
     decode_interval: int = 0
     shared_chunk: int | None = None
+    shared_min: int = SHARED_MIN["cuda"]
 
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """admissions[i] says how much of reqs[i] to compute. head: the first request that did not fit, None if all did."""
+    """admissions[i] says how much of reqs[i] to compute. head: the first request that did not fit, None if all did.
+
+    deferred: what was passed over because it will find more in the cache a step later.
+    """
 
     reqs: list[Req]
     admissions: list[Admission]
     head: Req | None
+    deferred: list[Req]
 
 
 class PrefillPlanner:
@@ -79,9 +88,10 @@ class PrefillPlanner:
     def plan(self, chunked: Req | None, running: np.ndarray) -> PrefillPlan:
         """Whom to admit beside the rows that run; ``chunked`` goes first."""
         pulled: list[Req] = []
-        admissions = plan_prefill(self._candidates(chunked, running, pulled), self._budget(running))
+        deferred: list[Req] = []
+        admissions = plan_prefill(self._candidates(chunked, running, pulled, deferred), self._budget(running))
         reqs = [pulled[admission.queue_index] for admission in admissions]
-        return PrefillPlan(reqs, admissions, pulled[-1] if len(pulled) > len(reqs) else None)
+        return PrefillPlan(reqs, admissions, pulled[-1] if len(pulled) > len(reqs) else None, deferred)
 
     def shortfall(self, req: Req, running: np.ndarray) -> int:
         """Tokens that are missing for a request to be admitted; at least 1 if what it lacks is a row."""
@@ -90,7 +100,7 @@ class PrefillPlanner:
         missing = budget.need(Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)) - budget.room
         return max(int(np.ceil(missing)), 0 if budget.rows > 0 else 1)
 
-    def _candidates(self, chunked: Req | None, running: np.ndarray, pulled: list[Req]) -> Iterator[Candidate]:
+    def _candidates(self, chunked: Req | None, running: np.ndarray, pulled: list[Req], deferred: list[Req]) -> Iterator[Candidate]:
         table = self._memory.table
         if chunked is not None:
             row = chunked.row
@@ -102,21 +112,26 @@ class PrefillPlanner:
                 max_new_tokens=int(table.limits[row] - table.known_lens[row]),
                 continuing=True,
             )
-        num_deferred = 0
         for req in self._waiting.ordered(self._running_keys(running)):
             match = self._memory.cache.match_prefix(req.key, req.matchable)
             if self._shares and self._is_worth_waiting(req, match.length, pulled):
-                num_deferred += 1
-                if num_deferred > MAX_DEFERRED:
+                if len(deferred) == MAX_DEFERRED:
                     return
+                deferred.append(req)
                 continue
             pulled.append(req)
             yield Candidate(req.num_tokens, match.length, match.pinned, req.max_new_tokens)
 
     def _is_worth_waiting(self, req: Req, num_cached: int, pulled: list[Req]) -> bool:
         prompts = [*self.prefilling.values(), *((other.key, other.token_ids) for other in pulled if not other.row)]
-        needed = num_cached + SHARED_MIN
-        return any(key == req.key and len(ids) >= needed and common_prefix(ids, req.matchable) >= needed for key, ids in prompts)
+        shared_min = self.limits.shared_min if req.num_waits < MAX_WAITS else max(self.limits.shared_min, WORTH_ANY_WAIT)
+        page_size = self._memory.allocator.page_size
+        needed = -(-(num_cached + shared_min) // page_size) * page_size
+        mine = req.matchable[:needed]
+        return len(mine) == needed and any(
+            key == req.key and len(ids) >= needed and ids[needed - 1] == mine[-1] and np.array_equal(ids[:needed], mine)
+            for key, ids in prompts
+        )
 
     def _running_keys(self, running: np.ndarray) -> dict[str, int]:
         if self._waiting.policy.name != "routing-key":
@@ -145,11 +160,3 @@ class PrefillPlanner:
             rows=min(table.pool.available, limits.max_requests or table.pool.available),
             page_size=memory.allocator.page_size,
         )
-
-
-def common_prefix(a: np.ndarray, b: np.ndarray) -> int:
-    """Length of the longest common prefix of two arrays."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    first = int(differs.argmax()) if size else 0
-    return first if size and differs[first] else size

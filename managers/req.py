@@ -48,6 +48,7 @@ class Req:
     hold: CacheHold | None = None
     cached_tokens: int | None = None
     num_retractions: int = 0
+    num_waits: int = 0  # prefill steps that passed it over, so that it finds more in the cache
     num_sent: int = NOT_ANNOUNCED  # tokens handed to the detokenizer while it has no row
     received: float = field(default_factory=time.monotonic)  # this and the next: for people, never for a decision
     first_seated: float = 0.0

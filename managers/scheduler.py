@@ -243,6 +243,8 @@ class Scheduler:
             batch = self._mix(batch)
         joins = rows[(ends == table.known_lens[rows]) & (table.launched_lens[rows] < table.limits[rows])]
         self.running = np.concatenate([self.running, joins])
+        for req in plan.deferred:
+            req.num_waits += 1
         self.waiting.tick(len(batch.step.input_ids))
         self.stats.prefill(num_reqs=len(reqs), num_new=len(slots), num_cached=num_cached)
         return batch

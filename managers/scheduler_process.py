@@ -36,7 +36,7 @@ from .ipc import Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
 from .pins import Pins
-from .prefill_planner import Memory, PrefillLimits
+from .prefill_planner import SHARED_MIN, Memory, PrefillLimits
 from .processes.reports import Reports
 from .processes.start_clock import StartClock
 from .ranks.group import RankGroup
@@ -145,6 +145,8 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
     why = "derived" if config.max_running_requests is None else "as given"
     explain["max_running_requests"] = f"{max_running}, {why}, for {total} slots and a context of {model.context_len}"
     chunk = _chunk_size(config, model.device, explain)
+    shared_min = config.shared_prefix_min
+    explain["shared_prefix_min"] = f"{shared_min or SHARED_MIN[model.device]}, {'as given' if shared_min else 'by device'}"
     overlap = config.runner.overlap
     explain["overlap"] = "on" if overlap else "off, as given"
     _explain_service(config, explain, max_running)
@@ -192,6 +194,7 @@ def build_scheduler(
             max_requests=config.prefill_max_requests,
             mixed=config.enable_mixed_chunk or config.target_itl_ms is not None,
             decode_interval=config.prefill_decode_interval,
+            shared_min=config.shared_prefix_min or SHARED_MIN[info.model.device],
         ),
         ratio=NewTokenRatio.create(config.schedule_conservativeness),
         outputs=OutputStream(memory.table, send),

@@ -147,6 +147,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         int, Meta(ge=1, le=1024, description="Tokens per page of the KV cache; prefixes are shared in whole pages")
     ] = 1
     prefill_max_requests: Annotated[Positive | None, Meta(description="Most requests of one prefill batch")] = None
+    shared_prefix_min: Annotated[
+        Positive | None,
+        Meta(
+            description="Tokens beyond what is cached that a waiting request must share with a prompt that is about to be computed "
+            "to wait a step for them; by default 4 on a CPU, 32 on a GPU"
+        ),
+    ] = None
     enable_mixed_chunk: Annotated[bool, Meta(description="Decode in the same step as prefill, so that streams never pause")] = False
     prefill_decode_interval: Annotated[
         NotNegative, Meta(description="Decode steps between two prefill steps while anything decodes")
@@ -478,6 +485,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             prefill_max_requests=self.prefill_max_requests,
             enable_mixed_chunk=self.enable_mixed_chunk,
             prefill_decode_interval=self.prefill_decode_interval,
+            shared_prefix_min=self.shared_prefix_min,
             target_itl_ms=self.target_itl_ms,
             enable_priority_scheduling=self.enable_priority_scheduling,
             schedule_low_priority_values_first=self.schedule_low_priority_values_first,

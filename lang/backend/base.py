@@ -88,6 +88,11 @@ class Backend(ABC):
         """Have the text in the cache before many calls that begin with it; the meta_info of the call, None if none was made."""
         return None
 
+    def prepare_forks(self, text: str, images: Sequence[Any] = ()) -> dict[str, Any] | None:
+        """Several calls that begin with the text are about to be made at once; the meta_info of a call for them, None if none was
+        made."""
+        return self.cache_prefix(text, images)
+
     def flush_cache(self) -> bool:
         """Empty the cache; whether that was done."""
         return False

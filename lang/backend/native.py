@@ -86,6 +86,13 @@ class NativeBackend(Backend):
         answer = self.post(_body(text, images, sampling_params=NO_TOKENS))
         return dict(_served(answer["meta_info"]))
 
+    def prepare_forks(self, text: str, images: Sequence[Any] = ()) -> dict[str, Any] | None:
+        """Nothing on a Banyan server: what calls share that are under way at once is computed once there."""
+        return None if self._is_banyan() else self.cache_prefix(text, images)
+
+    def _is_banyan(self) -> bool:
+        return bool(self.get_model_info().get("has_continuations"))
+
     # --- select ----------------------------------------------------------------------------------------------------------------
 
     def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesSamplingMethod) -> ChoicesDecision:
@@ -95,7 +102,7 @@ class NativeBackend(Backend):
         if not prompt.text:
             raise BackendError("select needs text before it: the first token of a text has no probability")
         metas: list[dict[str, Any]] = []
-        at_once = self.get_model_info().get("has_continuations") and not prompt.images
+        at_once = self._is_banyan() and not prompt.images
         scored, outputs = (self._score_continuations if at_once else self._score_texts)(prompt, choices, metas)
         if any(entry[0] is None for entries in scored for entry in entries):
             raise BackendError("select: the server gave no log-probability for a token of a choice")

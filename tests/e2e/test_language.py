@@ -115,14 +115,16 @@ def test_both_backends_give_the_same(server: NativeBackend, engine: NativeBacken
 
 
 def test_forks_reuse_what_they_share(backend: NativeBackend) -> None:
+    """Without a request for the cache's sake: one fork computes what they share."""
     state = tips.run("tea", 4, backend=backend, temperature=0)
     events = metas(state)
-    (shared,) = [event for event in events if event["kind"] == "cache"]
-    tip_events = [event for event in events if event.get("label") == "tip"]
+    assert not [event for event in events if event["kind"] == "cache"]
+    tip_events = sorted((event for event in events if event.get("label") == "tip"), key=lambda event: event["cached_tokens"])
     assert len(tip_events) == 4
-    for event in tip_events:
-        assert event["cached_tokens"] >= shared["prompt_tokens"] - 1
-        assert event["computed_tokens"] <= event["prompt_tokens"] - shared["prompt_tokens"] + 1
+    shared = tip_events[1]["cached_tokens"]
+    assert shared > 20
+    for event in tip_events[1:]:
+        assert event["computed_tokens"] <= event["prompt_tokens"] - shared
     assert len(set(state["tip"])) > 1
 
 
@@ -153,7 +155,7 @@ def test_streams(backend: NativeBackend) -> None:
     state = chat.run("why?", backend=backend, temperature=0, stream=True)
     pieces = list(state.text_iter())
     assert "".join(pieces) == whole.text()
-    assert len(pieces) > 3
+    assert len(pieces) > 1  # how many are seen apart depends on how busy the machine is
     assert "".join(state.text_iter("again")) == whole["again"]
 
 

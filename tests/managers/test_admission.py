@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from harness import expected, prompt_of
 
+from banyan.managers.prefill_planner import MAX_WAITS
 from banyan.managers.schedule_policy import POLICIES
 from banyan.model_executor.step import ForwardMode, StepInput
 
@@ -50,6 +51,46 @@ def test_of_many_that_share_an_uncached_prefix_one_computes_it(make: Any, chunk:
     harness.drain()
     assert harness.cached == {"r0": 0, **{f"r{i}": 160 for i in range(1, 6)}, "other": 0}
     assert all(harness.ids[f"r{i}"] == expected(shared + prompt_of(i, 10), 8) for i in range(6))
+
+
+def test_a_few_shared_tokens_are_computed_once_too(make: Any) -> None:
+    """What is shared counts in whole pages: nobody waits for less than one."""
+    harness = make()
+    steps, page_size = Steps(harness), harness.memory.allocator.page_size
+    shared = prompt_of(7, 20)
+    for i in range(4):
+        harness.submit(f"r{i}", [*shared, 100 + i], max_new_tokens=1)
+    harness.drain()
+    found = 20 // page_size * page_size
+    assert harness.cached == {"r0": 0, "r1": found, "r2": found, "r3": found}
+    assert [len(step.rows) for step in steps] == [1, 3]
+    del steps[:]
+    for i in range(4):
+        harness.submit(f"s{i}", [*prompt_of(8, 3), 100 + i], max_new_tokens=1)
+    harness.drain()
+    assert [len(step.rows) for step in steps] == [4], "three tokens are not worth a step"
+
+
+def test_nobody_is_passed_over_for_little_again_and_again(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shares a little more with the one before it than with the others."""
+    monkeypatch.setattr("banyan.managers.prefill_planner.WORTH_ANY_WAIT", 1000)
+    harness = make(max_running_requests=12)
+    steps, page_size = Steps(harness), harness.memory.allocator.page_size
+    more = max(page_size, 4)
+    shared = prompt_of(7, (MAX_WAITS + 2) * more)
+    for i in range(MAX_WAITS + 2):
+        harness.submit(f"r{i}", [*shared[: (i + 1) * more], 100 + i], max_new_tokens=1)
+    harness.drain()
+    assert [len(step.rows) for step in steps] == [1] * MAX_WAITS + [2]
+
+
+def test_how_much_is_worth_a_step_is_an_option(make: Any) -> None:
+    harness = make(shared_prefix_min=64)
+    steps, shared = Steps(harness), prompt_of(7, 63)
+    for i in range(3):
+        harness.submit(f"r{i}", [*shared, 100 + i], max_new_tokens=1)
+    harness.drain()
+    assert [len(step.rows) for step in steps] == [3]
 
 
 def test_no_one_waits_for_a_prefix_of_another_tenant(make: Any) -> None:

@@ -180,6 +180,7 @@ def test_shared_fields_are_never_forgotten(name: str) -> None:
         "prefill_max_requests": 4,
         "enable_mixed_chunk": True,
         "prefill_decode_interval": 3,
+        "shared_prefix_min": 5,
         "enable_priority_scheduling": True,
         "schedule_low_priority_values_first": True,
         "default_priority_value": -2,
