@@ -5,10 +5,13 @@ Legend: B requests, T tokens computed in the step, S requests that sample.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from .hidden_input import EmbedSpan
 
 
 @dataclass(slots=True)
@@ -31,3 +34,4 @@ class ForwardBatch:
     seq_lens_host: np.ndarray  # int64 [B]
     extend_lens_host: np.ndarray  # int64 [B]
     prefix_lens_host: np.ndarray  # int64 [B]
+    embeds: Sequence[EmbedSpan] = ()  # of tokens whose ids mean nothing

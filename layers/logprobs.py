@@ -63,6 +63,8 @@ class LogprobReader:
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Values (float32) and ids (int32) as unpack_logprobs takes them apart."""
+        if not self._values:
+            return torch.empty(0), torch.empty(0, dtype=torch.int32)
         return torch.cat(self._values), torch.cat(self._top_ids)
 
     def _add(self, values: torch.Tensor, top_values: torch.Tensor, top_ids: torch.Tensor, id_values: torch.Tensor) -> None:

@@ -131,8 +131,8 @@ class Ranks:
                         self._post(self._host.send([host], rank, tag))
 
     def receive_result(self, sizes: Sequence[int]) -> Receipt:
-        """Await the next result: int64 [sizes[0]], and if there are more sizes float32 [sizes[1]] and int32 [sizes[2]]."""
-        dtypes = (torch.int64, torch.float32, torch.int32)
+        """Await the next result: int64 [sizes[0]], and as far as there are more sizes float32, int32, float32."""
+        dtypes = (torch.int64, torch.float32, torch.int32, torch.float32)
         tensors = [torch.empty(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=False)]
         source = self.spec.world_size - self.spec.tp_size
         return Receipt([self._host.recv([t], source, tag) for tag, t in enumerate(tensors, 1) if t.numel()], tensors)

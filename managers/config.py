@@ -163,6 +163,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ipc: IpcNames
     model_path: str  # as the user gave it
     served_model_name: str
+    served_aliases: list[str] = []  # further names of the model
     tokenizer_path: str
     chat_template: str | None = None  # path of a jinja file, None: the tokenizer's own
     weight_version: str = "default"  # of the weights that are loaded now
@@ -178,6 +179,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None  # a name of REASONING_MARKS
     tool_call_parser: str | None = None  # a name of TOOL_PARSERS, None: by the chat template
     max_top_logprobs: int = 20
+    enable_return_hidden_states: bool = False
     log_requests: bool = False
     log_requests_level: int = 1
     log_requests_format: str = "text"

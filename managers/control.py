@@ -171,6 +171,7 @@ class Control:
             logger.exception("request %s could not be queued", message.rid)
             self._refuse(message, error)
             return
+        message.input_embeds = b""  # the records of the last turns need not keep it
         self._scheduler.add(req)
 
     def _constraint(self, message: GenerateReq) -> Constraint | None:

@@ -256,7 +256,7 @@ def _row_bounds(output: TokenOutput) -> list[int]:
     if (
         not fits
         or len(output.token_ids) != 4 * bounds[-1]
-        or any(not 0 <= row < num_rows for row, _ in (*output.options, *output.logprobs, *output.timings))
+        or any(not 0 <= row < num_rows for row, _ in (*output.options, *output.logprobs, *output.hidden, *output.timings))
     ):
         raise ValueError("the columns of a TokenOutput do not fit each other")
     return bounds
@@ -284,6 +284,7 @@ def _text_output(
         cached_tokens=[output.cached_tokens[row] for row in rows],
         num_retractions=[output.num_retractions[row] for row in rows],
         logprobs=_renumbered(output.logprobs, rows),
+        hidden=_renumbered(output.hidden, rows),
         timings=_renumbered(output.timings, rows),
         texts=texts,
     )

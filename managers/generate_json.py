@@ -7,9 +7,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
+
 from .errors import RequestError
 from .generation import Generation, Output
-from .io_struct import FinishReason
+from .io_struct import FinishReason, RowHidden
 from .logprobs.logprob_json import TokenTexts, logprobs_json
 
 
@@ -23,6 +25,13 @@ def finish_reason_json(reason: FinishReason | None) -> dict[str, Any] | None:
         return {"type": "length", "length": reason.length}
     more = {"message": reason.message, "status_code": reason.status_code, "err_type": reason.err_type}
     return {"type": reason.kind, **{key: value for key, value in more.items() if value is not None}}
+
+
+def hidden_json(row: RowHidden, num_prompt: int) -> list[Any]:
+    """A list of the states of the prompt's computed tokens first, if ``row`` has any, then those of one output token each."""
+    states = np.frombuffer(row.values, "<f4").reshape(row.num, -1).tolist() if row.num else []
+    num_first = max(num_prompt - row.first, 0)
+    return [states[:num_first], *states[num_first:]] if num_first else states
 
 
 class GenerateFormat:
@@ -55,6 +64,8 @@ class GenerateFormat:
         wanted = generation.logprobs[output.index]
         if wanted is not None:
             meta |= logprobs_json(wanted, output.logprobs, generation.prompts[output.index], output.token_ids, self._texts)
+        if output.hidden is not None:
+            meta["hidden_states"] = hidden_json(output.hidden, output.prompt_tokens)
         if output.e2e_latency is not None:
             meta["e2e_latency"] = output.e2e_latency
             meta["response_sent_to_client_ts"] = time.time()

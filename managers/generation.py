@@ -11,19 +11,17 @@ from typing import Any
 import msgspec
 
 from .errors import RequestError
-from .io_struct import CacheHint, FinishReason, LogprobParams, RowLogprobs, unpack_ids
+from .io_struct import CacheHint, FinishReason, LogprobParams, RowHidden, RowLogprobs, TextOutput, unpack_ids
 from .sessions.sessions import SessionParams
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
 UNSUPPORTED = (
-    "input_embeds",
     "image_data",
     "audio_data",
     "video_data",
     "mm_hashes",
     "mm_content_hashes",
     "lora_path",
-    "return_hidden_states",
     "return_routed_experts",
     "return_sampling_mask",
     "bootstrap_host",
@@ -36,12 +34,13 @@ UNSUPPORTED = (
 class GenerateInput(msgspec.Struct, kw_only=True):
     """One call of generate as it came in: one prompt or a batch, not yet checked beyond its types.
 
-    Exactly one of text and input_ids. A single ``rid`` on a batch or with n > 1 becomes ``rid_0``, ``rid_1``, ...; lists have one
-    entry per prompt.
+    Exactly one of text, input_ids and input_embeds. A single ``rid`` on a batch or with n > 1 becomes ``rid_0``,
+    ``rid_1``, ...; lists have one entry per prompt.
     """
 
     text: str | list[str] | None = None
     input_ids: Sequence[int | Sequence[int]] | None = None
+    input_embeds: list[Any] | None = None  # float [T, hidden], or a list of such prompts
     continuations: list[str | list[int]] | None = None  # of the one prompt; the answer has one item for each
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
     rid: str | list[str] | None = None
@@ -64,6 +63,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     require_reasoning: bool = False  # the output may have a thinking part; a grammar begins behind it
     max_thinking_tokens: int | None = None  # most tokens of the thinking part; then its end mark is forced
     return_prompt_token_ids: bool = False
+    return_hidden_states: bool | list[bool] = False
     session_params: SessionParams | None = None
     session_id: str | None = None  # names a conversation towards routers; not together with session_params
 
@@ -97,6 +97,7 @@ class Output(msgspec.Struct, kw_only=True):
     cached_tokens: int
     num_retractions: int
     logprobs: RowLogprobs | None = None
+    hidden: RowHidden | None = None
     e2e_latency: float | None = None  # seconds from start to the finishing row, None before
     first_token_latency: float | None = None  # seconds from start to the first token, None before
     phases: dict[str, float] = {}  # seconds by phase, with the finishing row
@@ -106,6 +107,7 @@ class Output(msgspec.Struct, kw_only=True):
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs = self.logprobs.merged(later.logprobs) if self.logprobs else later.logprobs
+        self.hidden = self.hidden.merged(later.hidden) if self.hidden else later.hidden
         self.finish_reason = later.finish_reason
         self.prompt_tokens = later.prompt_tokens
         self.completion_tokens = later.completion_tokens
@@ -114,6 +116,20 @@ class Output(msgspec.Struct, kw_only=True):
         self.e2e_latency = later.e2e_latency
         self.first_token_latency = later.first_token_latency or self.first_token_latency
         self.phases = later.phases
+
+
+def output_of_row(rows: TextOutput, row: int, *, index: int, token_ids: list[int]) -> Output:
+    """One row of a message as the news of the choice ``index``, without what travels with some rows only."""
+    return Output(
+        index=index,
+        text=rows.texts[row],
+        token_ids=token_ids,
+        finish_reason=rows.finish_reasons[row],
+        prompt_tokens=rows.prompt_tokens[row],
+        completion_tokens=rows.completion_tokens[row],
+        cached_tokens=rows.cached_tokens[row],
+        num_retractions=rows.num_retractions[row],
+    )
 
 
 class Generation:

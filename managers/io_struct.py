@@ -100,6 +100,18 @@ class RowLogprobs(msgspec.Struct, array_like=True, kw_only=True):
         return RowLogprobs(output=self.output + later.output, input=self.input if self.input is not None else later.input)
 
 
+class RowHidden(msgspec.Struct, array_like=True, kw_only=True):
+    """Hidden states of ``num`` consecutive positions of one request from ``first`` on: float32 [num, H] as bytes."""
+
+    first: int
+    num: int
+    values: bytes
+
+    def merged(self, later: RowHidden | None) -> RowHidden:
+        """These states and those of a later row of the same request."""
+        return self if later is None else RowHidden(first=self.first, num=self.num + later.num, values=self.values + later.values)
+
+
 # --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------------------
 
 
@@ -124,6 +136,9 @@ class GenerateReq(Message):
     session_hold: str = ""  # keep its KV for this streaming session when it ends by itself
     timeout: float | None = None  # seconds from its arrival at the scheduler
     probe: bool = False  # leaves nothing in the cache
+    input_embeds: bytes = b""  # float32 [T, H], the prompt; input_ids are zeros then
+    embeds_key: str = ""  # digest of input_embeds
+    return_hidden_states: bool = False
 
 
 class LoadGrammarReq(Message):
@@ -339,6 +354,7 @@ class OutputColumns(Message):
     cached_tokens: list[int]
     num_retractions: list[int]
     logprobs: list[tuple[int, RowLogprobs]] = []  # (row, its own) of those that want any
+    hidden: list[tuple[int, RowHidden]] = []  # likewise
     timings: list[tuple[int, Timings]] = []  # (row, its own) of those that appear for the first time
 
 

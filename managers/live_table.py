@@ -71,6 +71,8 @@ class LiveTable:
         self.ignore_eos = np.zeros(num_rows, np.bool_)
         self.own_stops = np.zeros(num_rows, np.bool_)  # has stop tokens or strings of its own
         self.logprobs = np.zeros(num_rows, np.bool_)  # wants log-probabilities
+        self.hidden = np.zeros(num_rows, np.bool_)  # wants hidden states
+        self.embeds = np.zeros(num_rows, np.bool_)  # its prompt is embeddings
         self.controlled = np.zeros(num_rows, np.bool_)  # the runner holds controls for the row, maybe its former owner's
         self.constrained = np.zeros(num_rows, np.bool_)  # a mask says what it may sample
         self.grammatical = np.zeros(num_rows, np.bool_)  # and that for a grammar
@@ -97,6 +99,10 @@ class LiveTable:
         self.grammatical[row] = req.constraint is not None and req.constraint.has_grammar
         self.jump_ends[row] = 0
         self.logprobs[row] = req.logprobs is not None
+        self.hidden[row] = req.hidden is not None
+        self.embeds[row] = req.embeds is not None
+        if req.hidden is not None:
+            req.hidden.seated(num_prefix)
         self.sampling.set(row, req.params, req.seed)
         req.row = row
         return row

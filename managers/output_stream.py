@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from .io_struct import DecodeOptions, FinishReason, GenerateReq, RowLogprobs, TokenOutput, pack_ids, unpack_ids
+from .io_struct import DecodeOptions, FinishReason, GenerateReq, RowHidden, RowLogprobs, TokenOutput, pack_ids, unpack_ids
 from .live_table import LiveTable
 from .req import NOT_ANNOUNCED, Req
 from .sampling_params import SamplingParams
@@ -70,6 +70,7 @@ class OutputStream:
             num_retractions=self._num_retractions[rows].tolist(),
             options=[(index, _decode_options(req.params)) for index, req in new],
             logprobs=self._logprobs(rows),
+            hidden=self._hidden(rows),
             timings=[(index, req.timings()) for index, req in new],
         )
         self._sent[rows] = outputs
@@ -86,6 +87,11 @@ class OutputStream:
         """Of the new tokens of the rows that want them, and of their prompts with their first row."""
         wanted = np.flatnonzero(self._table.logprobs[rows]).tolist()
         owners = [(index, self._table.req(int(rows[index])).logprobs) for index in wanted]
+        return [(index, own.flush()) for index, own in owners if own is not None]
+
+    def _hidden(self, rows: np.ndarray) -> list[tuple[int, RowHidden]]:
+        wanted = np.flatnonzero(self._table.hidden[rows]).tolist()
+        owners = [(index, self._table.req(int(rows[index])).hidden) for index in wanted]
         return [(index, own.flush()) for index, own in owners if own is not None]
 
     def _announce(self, rows: np.ndarray) -> list[tuple[int, Req]]:
@@ -110,6 +116,7 @@ class OutputStream:
                 num_retractions=[req.num_retractions],
                 options=[(0, _decode_options(req.params))] if req.num_sent == NOT_ANNOUNCED else [],
                 logprobs=[(0, req.logprobs.flush())] if req.logprobs else [],
+                hidden=[(0, req.hidden.flush())] if req.hidden else [],
             )
         )
 

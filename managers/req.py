@@ -12,6 +12,7 @@ from .constrained.constraint import Constraint
 from .detokenizer import StopChecker
 from .io_struct import CacheHint, FinishReason, GenerateReq, Timings, unpack_ids
 from .logprobs.req_logprobs import ReqLogprobs
+from .req_hidden import ReqHidden, embeds_of
 from .sampling_params import SamplingParams
 from .tokenizer import Tokenizer
 
@@ -40,6 +41,8 @@ class Req:
     bad_word_ids: list[list[int]] = field(default_factory=list)
     logit_processor: str = ""
     logprobs: ReqLogprobs | None = None
+    embeds: np.ndarray | None = None  # float32 [num_prompt, H], the prompt; its ids mean nothing
+    hidden: ReqHidden | None = None
     probe: bool = False  # leaves nothing in the cache
     session_hold: str = ""  # the streaming session that keeps its KV when it ends by itself
     row: int = 0
@@ -60,7 +63,12 @@ class Req:
         return cls(
             rid=message.rid,
             params=params,
-            key=CacheKey(weight_version=weight_version, extra_key=message.extra_key, cache_salt=message.cache_salt),
+            key=CacheKey(
+                weight_version=weight_version,
+                extra_key=message.extra_key,
+                cache_salt=message.cache_salt,
+                embeds=message.embeds_key,
+            ),
             stream=message.stream,
             arrival=arrival,
             token_ids=token_ids,
@@ -74,6 +82,8 @@ class Req:
             bad_word_ids=message.bad_word_ids,
             logit_processor=message.logit_processor,
             logprobs=ReqLogprobs.of(message.logprobs, len(token_ids)) if message.logprobs else None,
+            embeds=embeds_of(message),
+            hidden=ReqHidden.of(message),
             session_hold=message.session_hold,
             timeout=message.timeout,
             probe=message.probe,
@@ -82,8 +92,12 @@ class Req:
     @property
     def matchable(self) -> np.ndarray:
         """The tokens of a request that waits whose KV may come from the cache."""
-        limit = self.logprobs.max_match if self.logprobs else None
-        return self.token_ids[:-1] if limit is None else self.token_ids[:limit]
+        limits = [len(self.token_ids) - 1]
+        if self.logprobs and self.logprobs.max_match is not None:
+            limits.append(self.logprobs.max_match)
+        if self.hidden and self.hidden.taken is not None:
+            limits.append(self.hidden.taken)
+        return self.token_ids[: min(limits)]
 
     @property
     def has_controls(self) -> bool:

@@ -24,6 +24,7 @@ from .generation import GenerateInput
 from .io_struct import CacheHint, GenerateReq, LogprobParams, pack_ids
 from .logprobs.params import logprob_plans, with_start
 from .per_prompt import per_prompt
+from .prompt_embeds import checked_embeds, embeds_key, embeds_prompts
 from .sampling_params import SEED_RANGE, SamplingParams
 from .sessions.sessions import SessionParams, Turn
 
@@ -62,6 +63,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
 
     texts: list[str] | None
     ids: list[Sequence[int]] | None
+    embeds: list[Any] | None  # where the prompts are neither
     is_single_prompt: bool
     n: int
     params: list[SamplingParams]
@@ -69,6 +71,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     namespaces: list[tuple[str, str]]  # extra_key and cache_salt
     processors: list[str]
     logprobs: list[LogprobParams | None]  # start_len may be -1 still
+    hidden: list[bool]  # of each prompt: hidden states are wanted
     rids: list[str]
     families: list[str]  # the client's rid that each rid was made from
     stream: bool
@@ -92,6 +95,7 @@ class RequestValidator:
         self._bos_token_id = info.model.bos_token_id
         self._tokenizer = tokenizer
         self._max_top_logprobs = config.max_top_logprobs
+        self._tells_hidden = config.enable_return_hidden_states
         self._auto_truncate = config.allow_auto_truncate
         self._refuses_priority = config.abort_on_priority_when_disabled and not info.priority_scheduling
         self._random = random.Random(config.random_seed)
@@ -100,14 +104,14 @@ class RequestValidator:
 
     def plan(self, request: GenerateInput) -> RequestPlan:
         """Check everything but the prompts' tokens."""
-        texts, ids, single = _prompts(request)
+        texts, ids, embeds, single = _prompts(request)
         prompt = None
         if request.continuations is not None:
             prompt = texts[0] if texts is not None else list(ids[0] if ids else [])
             texts = texts and continued(texts, request.continuations, single=single, kind=str)
             ids = ids and continued(ids, request.continuations, single=single, kind=(list, tuple))
             single = False
-        num_prompts = len(texts if texts is not None else ids or [])
+        num_prompts = len(next(prompts for prompts in (texts, ids, embeds) if prompts is not None))
         given = per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
         shared = not isinstance(request.sampling_params, list)
         params = [self._params(given[0])] * num_prompts if shared else [self._params(values) for values in given]
@@ -128,6 +132,7 @@ class RequestValidator:
         return RequestPlan(
             texts=texts,
             ids=ids,
+            embeds=embeds,
             is_single_prompt=single,
             n=n,
             params=params,
@@ -137,6 +142,7 @@ class RequestValidator:
             logprobs=logprob_plans(
                 request, num_prompts, max_top_num=min(self._max_top_logprobs, self._vocab_size), vocab_size=self._vocab_size
             ),
+            hidden=self._hidden(request, num_prompts),
             rids=rids,
             families=families,
             stream=request.stream,
@@ -148,14 +154,18 @@ class RequestValidator:
     def prepare(self, plan: RequestPlan) -> list[GenerateReq]:
         """Tokenise and check the prompts; one message per output, prompt-major. Safe on any thread."""
         messages: list[GenerateReq] = []
-        prompts = [self._prompt_ids(plan, index) for index in range(plan.num_prompts)]
+        embeds = [checked_embeds(values, self._info.model.hidden_size) for values in plan.embeds or ()]
+        prompts = [self._prompt_ids(plan, index, embeds) for index in range(plan.num_prompts)]
         start = None if plan.continued is None else self._start_of_continuations(plan, prompts)
         for index, ids in enumerate(prompts):
             logprobs = with_start(plan.logprobs[index], len(ids), default=start)
+            own = embeds[index][: len(ids)] if embeds else None
+            if own is not None and logprobs is not None and logprobs.start_len < len(ids):
+                raise RequestError("logprob_start_len: embeddings have no log-probabilities.", param="logprob_start_len")
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
             packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
             budget = plan.service.max_thinking_tokens
-            thinking = self._thinking.params(ids.tolist(), budget) if plan.service.thinks else None
+            thinking = self._thinking.params(ids.tolist() if own is None else [], budget) if plan.service.thinks else None
             for sample in range(plan.n):
                 messages.append(
                     GenerateReq(
@@ -176,9 +186,20 @@ class RequestValidator:
                         routing_key=plan.service.routing_key,
                         data_parallel_rank=plan.service.data_parallel_rank,
                         timeout=plan.service.timeout,
+                        input_embeds=b"" if own is None else own.tobytes(),
+                        embeds_key="" if own is None else embeds_key(own),
+                        return_hidden_states=plan.hidden[index],
                     )
                 )
         return messages
+
+    def _hidden(self, request: GenerateInput, num_prompts: int) -> list[bool]:
+        wanted = per_prompt(request.return_hidden_states, num_prompts, "return_hidden_states", False)
+        if any(wanted) and not self._tells_hidden:
+            raise RequestError(
+                "return_hidden_states: the server was started without --enable-return-hidden-states.", param="return_hidden_states"
+            )
+        return wanted
 
     def _processors(self, request: GenerateInput, num_prompts: int) -> list[str]:
         names, known = per_prompt(request.custom_logit_processor, num_prompts, "custom_logit_processor", ""), self._info.model
@@ -257,8 +278,10 @@ class RequestValidator:
         own = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
         return SamplingParams.parse({**self._preferred, **own}, self._vocab_size)
 
-    def _prompt_ids(self, plan: RequestPlan, index: int) -> np.ndarray:
-        if plan.texts is not None:
+    def _prompt_ids(self, plan: RequestPlan, index: int, embeds: list[np.ndarray]) -> np.ndarray:
+        if embeds:
+            ids, field = np.zeros(len(embeds[index]), np.int64), "input_embeds"
+        elif plan.texts is not None:
             _check_unicode(text=[plan.texts[index]])
             ids, field = np.asarray(self._tokenizer.encode(plan.texts[index]), dtype=np.int64), "text"
         else:
@@ -363,22 +386,24 @@ def _preferred(config: TokenizerManagerConfig, vocab_size: int) -> dict[str, Any
     return values
 
 
-def _prompts(request: GenerateInput) -> tuple[list[str] | None, list[Sequence[int]] | None, bool]:
-    """The prompts as texts or as ids, and whether the request had the form of a single prompt."""
-    if (request.text is None) == (request.input_ids is None):
-        raise RequestError("Exactly one of text and input_ids must be given.", param="text")
+def _prompts(request: GenerateInput) -> tuple[list[str] | None, list[Sequence[int]] | None, list[Any] | None, bool]:
+    """The prompts as texts, as ids or as embeddings, and whether the request had the form of a single prompt."""
+    if sum(prompt is not None for prompt in (request.text, request.input_ids, request.input_embeds)) != 1:
+        raise RequestError("Exactly one of text, input_ids and input_embeds must be given.", param="text")
+    if request.input_embeds is not None:
+        return None, None, *embeds_prompts(request)
     if request.text is not None:
         single = isinstance(request.text, str)
         texts: list[str] = [request.text] if isinstance(request.text, str) else request.text
         if not texts or not all(texts):
             raise RequestError("text must not be empty.", param="text")
-        return texts, None, single
+        return texts, None, None, single
     given = request.input_ids
     if not given:
         raise RequestError("input_ids must not be empty.", param="input_ids")
     rows: list[Any] = list(given)
     single = isinstance(rows[0], int)  # a mixture is refused by _as_ids
-    return None, ([rows] if single else rows), single
+    return None, ([rows] if single else rows), None, single
 
 
 def _as_ids(values: Sequence[int]) -> np.ndarray:

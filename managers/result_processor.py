@@ -10,6 +10,7 @@ import numpy as np
 
 from ..model_executor.step import NO_CHOICE, StepOutput
 from .constrained.step_masks import append_jump, constrained_reason
+from .hidden_states import take_hidden
 from .io_struct import FinishReason
 from .live_table import LiveTable
 from .logprobs.plan import take_logprobs
@@ -60,6 +61,7 @@ class ResultProcessor:
         alive = table.epochs[step.rows] == batch.epochs
         table.confirmed_lens[step.rows[alive]] = step.seq_lens[alive]
         take_logprobs(table, step, output, alive)
+        take_hidden(table, step, output, alive)
         sampled = alive[step.sample_index]
         rows = step.rows[step.sample_index[sampled]]
         finished = self._append(rows, output.next_ids[sampled])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..layers.late_mask import LateMask
 from ..model_executor.step import ForwardMode, RowControls, SamplingInput, StepInput
+from .hidden_states import ask_hidden
 from .live_table import LiveTable
 from .logprobs.plan import ask_prompts, ask_sampled
 from .req import Req
@@ -43,6 +44,7 @@ def build_decode(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> Sched
         sampling=_sampling(table, rows, seq_lens),
         sampled_logprobs=ask_sampled(table, rows),
     )
+    ask_hidden(table, step)
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=0)
 
 
@@ -74,6 +76,7 @@ def build_extend(table: LiveTable, rows: np.ndarray, extend_lens: np.ndarray, sl
         sampled_logprobs=ask_sampled(table, sampling_rows),
     )
     step.prompt_logprobs = ask_prompts(table, step)
+    ask_hidden(table, step)
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=len(rows))
 
 
@@ -104,6 +107,7 @@ def build_next(table: LiveTable, rows: np.ndarray, slots: np.ndarray) -> Schedul
         sampling=_sampling(table, rows, seq_lens),
         sampled_logprobs=ask_sampled(table, rows),
     )
+    ask_hidden(table, step)
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=0)
 
 
@@ -112,6 +116,8 @@ def mix(table: LiveTable, prefill: ScheduleBatch, running: ScheduleBatch) -> Sch
     first, second = prefill.step, running.step
     samples = np.concatenate([first.sample_index, len(first.rows) + second.sample_index])
     rows, seq_lens = np.concatenate([first.rows, second.rows]), np.concatenate([first.seq_lens, second.seq_lens])
+    embeds = [replace(span, start=len(first.input_ids) + span.start) for span in second.embeds]
+    hidden = [replace(span, index=len(first.rows) + span.index, start=len(first.input_ids) + span.start) for span in second.hidden]
     step = StepInput(
         mode=ForwardMode.MIXED,
         rows=rows,
@@ -124,6 +130,8 @@ def mix(table: LiveTable, prefill: ScheduleBatch, running: ScheduleBatch) -> Sch
         controls=first.controls,
         prompt_logprobs=first.prompt_logprobs,
         sampled_logprobs=ask_sampled(table, rows[samples]),
+        embeds=first.embeds + embeds,
+        hidden=first.hidden + hidden,
     )
     return ScheduleBatch(step=step, epochs=table.epochs[rows], num_prefill=prefill.num_prefill)
 
@@ -173,7 +181,7 @@ def _row_controls(req: Req, tokens: np.ndarray) -> RowControls:
     params = req.params
     bias, allowed = params.logit_bias, params.allowed_token_ids
     return RowControls(
-        prompt_ids=tokens[: req.num_prompt],
+        prompt_ids=tokens[: req.num_prompt if req.embeds is None else 0],
         output_ids=tokens[req.num_prompt :],
         repetition_penalty=params.repetition_penalty,
         frequency_penalty=params.frequency_penalty,

@@ -20,7 +20,7 @@ from .control_calls import ControlCalls
 from .deadlines import OWN, REASONS
 from .errors import EngineDeadError, RequestError
 from .generate_json import GenerateFormat
-from .generation import GenerateInput, Generation, Output
+from .generation import GenerateInput, Generation, Output, output_of_row
 from .io_struct import (
     AbortReq,
     CacheReportReq,
@@ -196,7 +196,7 @@ class TokenizerManager:
     # --- sessions -----------------------------------------------------------------------------------------------------------------
 
     async def open_session(self, request: OpenSession) -> str:
-        """The id of a new session. Raises RequestError: the id exists, or (503) there are too many."""
+        """The id of a new session. Raises RequestError: the id exists, or (429) there are too many."""
         self._check_open()
         return self._sessions.open(request)
 
@@ -411,7 +411,7 @@ class TokenizerManager:
 
     def _take_rows(self, rows: TextOutput) -> None:
         ids = unpack_ids(rows.token_ids).tolist()
-        logprobs, timings = dict(rows.logprobs), dict(rows.timings)
+        logprobs, hidden, timings = dict(rows.logprobs), dict(rows.hidden), dict(rows.timings)
         end = 0
         for row, rid in enumerate(rows.rids):
             start, end = end, end + rows.num_ids[row]
@@ -420,17 +420,8 @@ class TokenizerManager:
                 if self._life.error is None:
                     self.watch.stray(rid)
                 continue
-            output = Output(
-                index=choice.index,
-                text=rows.texts[row],
-                token_ids=ids[start:end],
-                finish_reason=rows.finish_reasons[row],
-                prompt_tokens=rows.prompt_tokens[row],
-                completion_tokens=rows.completion_tokens[row],
-                cached_tokens=rows.cached_tokens[row],
-                num_retractions=rows.num_retractions[row],
-                logprobs=logprobs.get(row),
-            )
+            output = output_of_row(rows, row, index=choice.index, token_ids=ids[start:end])
+            output.logprobs, output.hidden = logprobs.get(row), hidden.get(row)
             self._deliver(rid, choice, output, timings.get(row))
 
     def _deliver(self, rid: str, choice: Choice, output: Output, timings: Timings | None = None) -> None:

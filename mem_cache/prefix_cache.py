@@ -22,6 +22,7 @@ class CacheKey(NamedTuple):
     weight_version: str = "default"
     extra_key: str = ""
     cache_salt: str = ""
+    embeds: str = ""  # digest of the embeddings that are the prompt
 
 
 class PrefixMatch(NamedTuple):

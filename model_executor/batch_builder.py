@@ -65,6 +65,7 @@ class BatchBuilder:
             seq_lens_host=seq_lens,
             extend_lens_host=extend_lens,
             prefix_lens_host=prefix_lens,
+            embeds=step.embeds,
         )
         return batch, (tensors[8], tensors[9] if self._kernel_draws else None)
 

@@ -17,6 +17,7 @@ import torch
 from ..layers.attention.cpu import CpuBackend
 from ..layers.embedding import Embedding
 from ..layers.forward_batch import ForwardBatch
+from ..layers.hidden import lay_embeds
 from ..layers.kernels.cpu.library import Native
 from ..layers.kernels.cpu.packed import PackedLinear, aligned
 from ..layers.linear import Linear, MergedLinear
@@ -96,6 +97,7 @@ class CpuGraph:
         self._lib, self._backend = native.lib, backend
         self._tape = _Tape()
         result = _record(self._tape, model, backend, hidden_act)
+        self._embed_tokens, self._first = model.embed_tokens, self._tape.buffers["x"]
         self._result = self._tape.buffers[result]
         self._ops = (OpStruct * len(self._tape.ops))(*self._tape.ops)
         self._widths = (c_int64 * len(self._tape.widths))(*self._tape.widths)
@@ -122,12 +124,28 @@ class CpuGraph:
         step = self._backend.step.struct
         if step.num_tokens != num_tokens:
             raise ValueError(f"{step.num_tokens} tokens were planned, {num_tokens} are given")
-        program, at = ctypes.byref(self._program), ctypes.byref(step)
+        program, at = ctypes.byref(self._embedded(batch) if batch.embeds else self._program), ctypes.byref(step)
         found = self._lib.bny_run(program, at, batch.input_ids.data_ptr(), batch.positions.data_ptr())
         if found >= 0:
             raise IndexError(f"token {found} of the step is outside the vocabulary, or its position beyond the longest context")
         width = self._widths[self._result]
         return self._memory[self._result][: num_tokens * width].view(num_tokens, width)
+
+    def _embedded(self, batch: ForwardBatch) -> ProgramStruct:
+        """The program behind its first op, whose result is written here: some tokens come as embeddings."""
+        table = self._embed_tokens
+        if table is None:
+            raise RuntimeError("a model without an embedding was recorded")
+        num_tokens, width = len(batch.input_ids), self._widths[self._first]
+        x = self._memory[self._first][: num_tokens * width].view(num_tokens, width)
+        x.copy_(table.weight[batch.input_ids])
+        lay_embeds(x if table.scale is None else x.mul_(table.scale), batch.embeds)
+        rest = ProgramStruct.from_buffer_copy(self._program)
+        rest.ops += ctypes.sizeof(OpStruct)
+        rest.num_ops -= 1
+        if rest.seconds:
+            rest.seconds += ctypes.sizeof(c_double)
+        return rest
 
     def profile(self, run: Callable[[], Any]) -> dict[str, float]:
         """Seconds by kind of op that the steps which ``run`` makes spend in kernels."""

@@ -12,6 +12,7 @@ import torch
 from ..layers.attention.attention import bind_attention
 from ..layers.attention.base import AttentionBackend
 from ..layers.forward_batch import ForwardBatch
+from ..layers.hidden import read_hidden
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
 from ..layers.logprob_input import packed_sizes
@@ -260,7 +261,9 @@ class ModelRunner:
         reader.read_sampled(step.sampled_logprobs, logprobs, next_ids)
         cache.edits.push(rows, next_ids)
         cache.future_map.publish(sample_rows, next_ids)
-        result = [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs else [next_ids]
+        result = [next_ids, *reader.result()] if step.prompt_logprobs or step.sampled_logprobs or step.hidden else [next_ids]
+        if step.hidden:
+            result.append(read_hidden(hidden, step.hidden))
         if self._config.ranks.pp_size > 1:
             self._ranks.send_result(result)
         return result
@@ -291,12 +294,14 @@ class ModelRunner:
         """The layers of a stage before the last; what is sampled comes back later."""
         self._ranks.send_hidden(self._forward(self._require_cache().builder.build(step)[0], box))
         asked = [*step.prompt_logprobs, *step.sampled_logprobs]
-        box.receipt = self._ranks.receive_result([len(step.sample_index), *(packed_sizes(asked) if asked else ())])
+        sizes = packed_sizes(asked) if asked or step.hidden else ()
+        told = [sum(span.count for span in step.hidden) * self._model_config.hidden_size] if step.hidden else []
+        box.receipt = self._ranks.receive_result([len(step.sample_index), *sizes, *told])
         return [torch.empty(0, dtype=torch.int64)]
 
     def _forward(self, batch: ForwardBatch, box: ResultBox) -> torch.Tensor:
         """Hidden states of all tokens, [T, hidden]."""
-        if self._graphs is not None and (recorded := self._graphs.run(batch)) is not None:
+        if self._graphs is not None and not batch.embeds and (recorded := self._graphs.run(batch)) is not None:
             box.graph = True
             return recorded
         cache = self._require_cache()
@@ -339,6 +344,7 @@ def _describe(config: RunnerConfig, model: ModelConfig, device: Device, explain:
         context_len=model.context_len,
         eos_token_ids=list(model.eos_token_ids),
         bos_token_id=model.bos_token_id,
+        hidden_size=model.hidden_size,
         dtype=explain["dtype"].split(" ", 1)[0],
         device=device.device.type,
         attention_backend=explain["attention_backend"].split(" ", 1)[0],

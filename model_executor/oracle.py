@@ -32,6 +32,11 @@ def fake_logprob(position: int | np.ndarray, token_ids: np.ndarray) -> np.ndarra
     return values
 
 
+def embedding_id(embedding: np.ndarray, vocab_size: int) -> int:
+    """The id that stands for an embedding, float32 [H]."""
+    return zlib.crc32(embedding.tobytes()) % (vocab_size - 1)
+
+
 def tensor_names(path: str) -> list[str]:
     """Names in a safetensors file. Raises ValueError if it is none, OSError if it is not there."""
     with open(path, "rb") as file:
@@ -57,6 +62,7 @@ class OracleRunner:
             context_len=model.context_len,
             eos_token_ids=list(model.eos_token_ids),
             bos_token_id=model.bos_token_id,
+            hidden_size=model.hidden_size,
             dtype="int32",
             device="cpu",
             attention_backend="oracle",
@@ -111,6 +117,9 @@ class OracleRunner:
         input_ids = np.where(step.input_ids < 0, self._sampled[np.maximum(-step.input_ids, 0)], step.input_ids)
         if len(input_ids) and not (input_ids.min() >= 0 and input_ids.max() < self.info.vocab_size):
             raise IndexError("an input id is outside the vocabulary")
+        for span in step.embeds:
+            ids = [embedding_id(row, self.info.vocab_size) for row in span.values]
+            input_ids[span.start : span.start + len(ids)] = ids
         self._slots[step.out_cache_loc] = input_ids
         self._salts[step.out_cache_loc] = self._salt
         slots = (self._req_to_token[int(step.rows[i]), : int(step.seq_lens[i])] for i in step.sample_index)
@@ -119,7 +128,19 @@ class OracleRunner:
         if step.sampling.allowed is not None:
             self._follow(step.sampling.allowed, next_ids)
         self._sampled[step.rows[step.sample_index]] = np.maximum(next_ids, 0)
-        return [next_ids, *self._logprobs(step, next_ids)]
+        return [next_ids, *self._logprobs(step, next_ids), *self._hidden(step, input_ids)]
+
+    @staticmethod
+    def _hidden(step: StepInput, input_ids: np.ndarray) -> list[np.ndarray]:
+        """Position and id of each token, as states of two numbers."""
+        if not step.hidden:
+            return []
+        firsts = step.seq_lens - np.cumsum(step.extend_lens)
+        states = []
+        for span in step.hidden:
+            at = np.arange(span.start, span.start + span.count)
+            states.append(np.stack([firsts[span.index] + at, input_ids[at]], axis=1).astype(np.float32))
+        return [np.concatenate(states).ravel()]
 
     def _logprobs(self, step: StepInput, next_ids: np.ndarray) -> list[np.ndarray]:
         """What unpack_logprobs takes; nothing if nothing is asked for."""
@@ -139,7 +160,9 @@ class OracleRunner:
             values += [score[chosen] for score, chosen in zip(scores, best, strict=True)]
             values += [score[request.token_ids] for score in scores]
             top_ids += best
-        return [np.concatenate(values), np.concatenate(top_ids).astype(np.int32)] if values else []
+        if not values:
+            return [np.empty(0, np.float32), np.empty(0, np.int32)] if step.hidden else []
+        return [np.concatenate(values), np.concatenate(top_ids).astype(np.int32)]
 
     def _next(self, ids: np.ndarray, salts: np.ndarray) -> int:
         vocab_size = self.info.vocab_size

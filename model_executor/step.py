@@ -17,6 +17,8 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from ..layers.hidden_input import EmbedSpan as EmbedSpan
+from ..layers.hidden_input import HiddenSpan as HiddenSpan
 from ..layers.logprob_input import LogprobRequest as LogprobRequest
 from ..layers.rank_spec import SINGLE as SINGLE
 from ..layers.rank_spec import RankSpec as RankSpec
@@ -55,6 +57,8 @@ class StepInput:
     controls: dict[int, RowControls | None] = field(default_factory=dict)  # of rows whose owner is new; None: drop the old one's
     prompt_logprobs: list[LogprobRequest] = field(default_factory=list)
     sampled_logprobs: list[LogprobRequest] = field(default_factory=list)
+    embeds: list[EmbedSpan] = field(default_factory=list)
+    hidden: list[HiddenSpan] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -66,11 +70,13 @@ class StepOutput:
     graph: bool = False  # the step was replayed from a recording: CUDA graphs, or the CPU graph
     logprob_values: np.ndarray | None = None  # these two for unpack_logprobs: of prompt_logprobs, then of sampled_logprobs
     logprob_ids: np.ndarray | None = None
+    hidden: np.ndarray | None = None  # for split_hidden
 
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray]) -> StepOutput:
-        """From next_ids, or these and the two arrays of log-probabilities."""
-        return cls(arrays[0]) if len(arrays) == 1 else cls(arrays[0], logprob_values=arrays[1], logprob_ids=arrays[2])
+        """From next_ids, or these and the two arrays of log-probabilities, or these and the hidden states."""
+        more: list[np.ndarray | None] = [*arrays[1:], None, None, None]
+        return cls(arrays[0], logprob_values=more[0], logprob_ids=more[1], hidden=more[2])
 
 
 def timed_step(call: Callable[[], Sequence[np.ndarray]]) -> StepOutput:
@@ -136,6 +142,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_len: int
     eos_token_ids: list[int]
     bos_token_id: int | None
+    hidden_size: int = 0
     dtype: str
     device: str
     attention_backend: str

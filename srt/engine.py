@@ -115,7 +115,8 @@ class Engine(EngineControl):
 
         named: stream, rid, session_params, priority, routing_key, timeout, extra_key, cache_salt, incremental,
         return_prompt_token_ids, return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs,
-        custom_logit_processor. The other arguments of SGLang's generate exist, in its order, and must be unset.
+        custom_logit_processor, return_hidden_states, and input_embeds in the place of a prompt: float [T, hidden] as lists, an
+        array or a tensor, or a list of such. The other arguments of SGLang's generate exist, in its order, and must be unset.
         """
         request = _request(prompt, sampling_params, input_ids, more, named)
         if not request.stream:
@@ -260,6 +261,17 @@ def _at_exit(engine: weakref.ref[Engine]) -> Callable[[], None]:
     return shutdown
 
 
+def _lists(value: Any) -> Any:
+    """Arrays and tensors as lists, also within a list."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) and any(map(_is_array, value)) else value
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "tolist")
+
+
 def _request(prompt: Prompt, params: Params, input_ids: Any, more: tuple[Any, ...], named: dict[str, Any]) -> GenerateInput:
     """The arguments of generate as a request. Raises TypeError for a name that no generate has, RequestError for a bad value."""
     if len(more) > len(POSITIONAL):
@@ -268,6 +280,8 @@ def _request(prompt: Prompt, params: Params, input_ids: Any, more: tuple[Any, ..
     for name in named:
         if name not in KNOWN or name in values:
             raise TypeError(f"generate got {'an unexpected' if name not in KNOWN else 'twice the'} argument {name!r}")
-    if hasattr(input_ids, "tolist"):  # an array
-        input_ids = input_ids.tolist()
-    return GenerateInput.parse({**values, **named, "text": prompt, "sampling_params": params, "input_ids": input_ids})
+    values |= named
+    if "input_embeds" in values:
+        values["input_embeds"] = _lists(values["input_embeds"])
+    input_ids = input_ids.tolist() if hasattr(input_ids, "tolist") else input_ids
+    return GenerateInput.parse({**values, "text": prompt, "sampling_params": params, "input_ids": input_ids})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -84,10 +85,19 @@ class HasService(Protocol):
 
     routing_key: str | None
     timeout: float | None
+    data_parallel_rank: int | None
 
 
 def apply_headers(request: Request, body: HasService) -> None:
-    """Lay x-request-timeout (seconds; the shorter one counts) and x-smg-routing-key over a body. RequestError for a bad value."""
+    """Lay x-request-timeout (seconds; the shorter one counts), x-smg-routing-key and x-data-parallel-rank over a body.
+
+    Raises RequestError for a bad value.
+    """
+    rank = request.headers.get("x-data-parallel-rank")
+    if rank is not None:
+        if not re.fullmatch(r"[0-9]{1,6}", rank):
+            raise RequestError(f"X-Data-Parallel-Rank must be the number of a replica, got {rank!r}.", param="X-Data-Parallel-Rank")
+        body.data_parallel_rank = int(rank)
     given = request.headers.get("x-request-timeout")
     if given is not None:
         seconds = _seconds(given)

@@ -18,6 +18,7 @@ from ..managers.io_struct import ControlReply
 from ..managers.request_gate import QUEUE_FULL_MESSAGE
 from ..managers.tokenizer_manager import TokenizerManager
 from . import info
+from .generate_schema import GENERATE_BODY
 from .http_io import JSONReply, apply_headers, event_stream, gone, parse_body, unless_disconnected
 from .server_state import state_of
 
@@ -37,60 +38,13 @@ def install(app: FastAPI) -> None:
 
 # --- generation -------------------------------------------------------------------------------------------------------------------
 
-_GENERATE_BODY = {
-    "type": "object",
-    "properties": {
-        "text": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "input_ids": {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]}},
-        "sampling_params": {"anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}]},
-        "rid": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "stream": {"type": "boolean", "default": False},
-        "incremental": {"type": "boolean"},
-        "extra_key": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "cache_salt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "priority": {"type": "integer"},
-        "cache_hint": {
-            "type": "object",
-            "properties": {
-                "pin_seconds": {"type": "number", "minimum": 0, "maximum": 86400},
-                "priority": {"type": "integer", "minimum": 0, "maximum": 1000},
-            },
-            "additionalProperties": False,
-        },
-        "routing_key": {"type": "string"},
-        "timeout": {"type": "number", "exclusiveMinimum": 0},
-        "return_logprob": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}], "default": False},
-        "logprob_start_len": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}], "default": -1},
-        "top_logprobs_num": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}], "default": 0},
-        "token_ids_logprob": {
-            "type": "array",
-            "items": {"anyOf": [{"type": "integer"}, {"type": "array", "items": {"type": "integer"}}]},
-        },
-        "return_text_in_logprobs": {"type": "boolean", "default": False},
-        "custom_logit_processor": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
-        "return_prompt_token_ids": {"type": "boolean", "default": False},
-        "session_id": {"type": "string"},
-        "session_params": {
-            "type": "object",
-            "required": ["id"],
-            "properties": {
-                "id": {"type": "string"},
-                "rid": {"type": "string"},
-                "offset": {"type": "integer"},
-                "replace": {"type": "boolean", "default": False},
-                "drop_previous_output": {"type": "boolean", "default": False},
-            },
-        },
-    },
-}
-
 
 def _body(schema: dict[str, Any]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-@router.post("/generate", openapi_extra=_body(_GENERATE_BODY))
-@router.put("/generate", openapi_extra=_body(_GENERATE_BODY))
+@router.post("/generate", openapi_extra=_body(GENERATE_BODY))
+@router.put("/generate", openapi_extra=_body(GENERATE_BODY))
 async def generate(request: Request) -> Response:
     """Complete one prompt or a batch of prompts."""
     tm = state_of(request).serving()

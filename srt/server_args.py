@@ -81,7 +81,9 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             extra={"env": "BANYAN_ADMIN_API_KEY"},
         ),
     ] = None
-    served_model_name: Annotated[str | None, Meta(description="Name in /v1/models and in replies, if not the model path")] = None
+    served_model_name: Annotated[
+        str | None, Meta(description="Name in /v1/models and in replies, if not the model path; further names behind commas")
+    ] = None
     chat_template: Annotated[str | None, Meta(description="Jinja file used instead of the tokenizer's chat template")] = None
     weight_version: Annotated[str, Meta(description="Version of the weights, told in every reply and part of the cache key")] = (
         "default"
@@ -101,6 +103,9 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         str, Meta(description='JSON object of the logit processors that requests may name: {"name": "module:Class"}')
     ] = "{}"
     max_top_logprobs: Annotated[NotNegative, Meta(description="Most alternatives per token that a request may ask for")] = 20
+    enable_return_hidden_states: Annotated[
+        bool, Meta(description="Requests may ask for the hidden states of their tokens (return_hidden_states)")
+    ] = False
 
     # Structured output and thinking
     grammar_backend: Annotated[
@@ -441,7 +446,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     @property
     def served_name(self) -> str:
         """The model's name towards clients."""
-        return self.served_model_name or self.model_path
+        return self.served_names[0]
+
+    @property
+    def served_names(self) -> list[str]:
+        """All names, the one in replies first."""
+        names = [name.strip() for name in (self.served_model_name or "").split(",")]
+        return [name for name in dict.fromkeys(names) if name] or [self.model_path]
 
     def scheduler_config(self, ipc: IpcNames, local_model_path: str) -> SchedulerConfig:
         """Config of the scheduler process; local_model_path is the folder or file that model_path was resolved to."""
@@ -545,6 +556,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             ipc=ipc,
             model_path=self.model_path,
             served_model_name=self.served_name,
+            served_aliases=self.served_names[1:],
             tokenizer_path=self.tokenizer_path or local_model_path,
             chat_template=self.chat_template,
             weight_version=self.weight_version,
@@ -559,6 +571,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             reasoning_parser=self.reasoning_parser,
             tool_call_parser=self.tool_call_parser,
             max_top_logprobs=self.max_top_logprobs,
+            enable_return_hidden_states=self.enable_return_hidden_states,
             log_requests=self.log_requests,
             log_requests_level=self.log_requests_level,
             log_requests_format=self.log_requests_format,

@@ -212,6 +212,8 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
             timeout=message.timeout,
             probe=message.probe,
+            embeds_key=name(message.embeds_key),
+            return_hidden_states=message.return_hidden_states,
         )
     if isinstance(message, AbortReq):
         return AbortReq(rid=name(message.rid), abort_all=message.abort_all)

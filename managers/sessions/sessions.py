@@ -175,14 +175,14 @@ class SessionController:
     # --- sessions
 
     def open(self, session_id: str, request: OpenSession, now: float) -> None:
-        """Raises RequestError for an id that exists, and with status 503 when there are too many sessions."""
+        """Raises RequestError for an id that exists, and with status 429 when there are too many sessions."""
         if session_id in self._sessions:
             raise RequestError(f"session_id: {session_id!r} exists already.", param="session_id")
         if len(self._sessions) >= self._max_sessions:
             raise RequestError(
                 f"There are {self._max_sessions} sessions already (--max-sessions).",
-                status_code=503,
-                err_type="ServiceUnavailableError",
+                status_code=429,
+                err_type="RateLimitError",
             )
         self._sessions[session_id] = Session(
             session_id, request.capacity_of_str_len, bool(request.streaming), request.timeout, used=now

@@ -17,6 +17,7 @@ from ...layers.attention.attention import Attention
 from ...layers.attention.base import AttentionSpec
 from ...layers.embedding import Embedding, VocabParallelEmbedding
 from ...layers.forward_batch import ForwardBatch
+from ...layers.hidden import lay_embeds
 from ...layers.kernels.ops import current_ops
 from ...layers.linear import Linear, MergedLinear
 from ...layers.logits import compute_logits
@@ -149,7 +150,7 @@ class DecoderModel(nn.Module):
     def hidden_states(self, batch: ForwardBatch, x: torch.Tensor | None = None) -> torch.Tensor:
         """What the head takes, or the next stage, of every token of the step: [T, hidden]. x: what the stage before yields."""
         if x is None:
-            x = self.embed(batch.input_ids)
+            x = lay_embeds(self.embed(batch.input_ids), batch.embeds)
         rope = self.rope(batch.positions)
         local = rope if self.local_rope is None else self.local_rope(batch.positions)
         for layer, is_local in zip(self.layers, self.layer_is_local, strict=True):

@@ -13,7 +13,6 @@ from starlette.responses import Response
 from ...managers.generation import GenerateInput, Generation
 from ...managers.logprobs.logprob_json import TokenTexts
 from ...managers.reasoning.count import ReasoningCount
-from ...managers.sessions.sessions import SessionParams
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import ServerState, state_of
 from .chat_choices import ChatChoices
@@ -64,22 +63,10 @@ async def _start(state: ServerState, body: ChatBody, plan: ChatPlan) -> tuple[Ge
         params["skip_special_tokens"] = False
     query = GenerateInput(
         input_ids=ids,
-        sampling_params=params,
-        rid=body.rid,
-        stream=body.stream,
-        extra_key=body.extra_key,
-        cache_salt=body.cache_salt,
-        custom_logit_processor=body.custom_logit_processor,
+        **{**body.service(), "sampling_params": params},
         return_logprob=body.logprobs,
         top_logprobs_num=body.top_logprobs,
-        priority=body.priority,
-        cache_hint=body.cache_hint.native() if body.cache_hint else None,
-        session_id=body.session_id,
-        session_params=SessionParams.parse_optional(body.session_params),
-        routing_key=body.routing_key,
-        timeout=body.timeout,
         require_reasoning=tm.config.reasoning_parser is not None,
-        max_thinking_tokens=body.max_thinking_tokens,
     )
     generation = await start(tm, query, _names(body, plan))
     inside = begins_inside(tm.tokenizer, ids, body, plan.reasoning) if plan.reasoning is not None else None

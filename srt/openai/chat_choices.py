@@ -11,6 +11,7 @@ from ...managers.logprobs.logprob_json import TokenTexts
 from ...managers.reasoning.parser import OutputParser
 from ...managers.tool_parsers.events import CallArguments, CallStart, Event, Reasoning, Text, collected
 from .chat_tools import ChatPlan
+from .hidden import LastStates
 from .logprobs import chat_logprobs
 from .protocol import ChatBody
 from .replies import checked_reason
@@ -78,6 +79,7 @@ class ChatChoices:
         self._body = body
         self._generation = generation
         self._texts = texts
+        self._hidden = LastStates(wanted=body.return_hidden_states)
         stream = body.stream_reasoning or not body.stream
         self._answers = [
             _Answer(plan.parser(inside=inside), parallel=plan.parallel, stream_reasoning=stream) for _ in generation.rids
@@ -107,6 +109,7 @@ class ChatChoices:
             "logprobs": chat_logprobs(self._generation, output, self._texts),
             **_ending(checked_reason(output.finish_reason), answer),
         }
+        choice |= self._hidden.field(output)
         if self._body.return_token_ids:
             choice["token_ids"] = output.token_ids
             choice["prompt_token_ids"] = self._generation.prompts[output.index]
@@ -125,8 +128,9 @@ class ChatChoices:
             if self._body.return_token_ids:
                 contents[0]["token_ids"] = output.token_ids
         choices += contents
+        hidden = self._hidden.field(output)
         if reason is not None:
-            choices.append({**_delta(index), **_ending(reason, answer)})
+            choices.append({**_delta(index), **_ending(reason, answer), **hidden})
         return choices
 
     def _opening(self, index: int) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from ...managers.errors import RequestError
 from ...managers.generation import GenerateInput, Generation, Output
-from ...managers.sessions.sessions import SessionParams
 from ...managers.tokenizer_manager import TokenizerManager
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of
+from .hidden import LastStates
 from .logprobs import CompletionLogprobs
 from .protocol import CompletionBody
 from .replies import Reply, Usage, check_model, checked_reason, collect, start
@@ -54,22 +54,10 @@ def _query(body: CompletionBody) -> GenerateInput:
     return GenerateInput(
         text=body.prompt if kinds == {str} else None,
         input_ids=None if kinds == {str} else body.prompt,
-        sampling_params=body.sampling_params(),
-        rid=body.rid,
-        stream=body.stream,
-        extra_key=body.extra_key,
-        cache_salt=body.cache_salt,
-        custom_logit_processor=body.custom_logit_processor,
         return_logprob=body.logprobs is not None,
         top_logprobs_num=body.logprobs,
         logprob_start_len=0 if body.echo else -1,
-        priority=body.priority,
-        cache_hint=body.cache_hint.native() if body.cache_hint else None,
-        session_id=body.session_id,
-        session_params=SessionParams.parse_optional(body.session_params),
-        routing_key=body.routing_key,
-        timeout=body.timeout,
-        max_thinking_tokens=body.max_thinking_tokens,
+        **body.service(),
     )
 
 
@@ -93,12 +81,14 @@ class _Choices:
         self._tm, self._body, self._generation = tm, body, generation
         self._echoes = dict(enumerate(echoes))
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        self._hidden = LastStates(wanted=body.return_hidden_states)
 
     def write(self, output: Output) -> dict[str, Any]:
         """One output as a choice."""
         echo = self._echoes.pop(output.index, None)
         choice = _choice(self._body, output, self._generation)
         choice["text"] = (echo or "") + output.text
+        choice |= self._hidden.field(output)
         if self._body.logprobs is not None:
             choice["logprobs"] = self._write_logprobs(output, echo)
         return choice

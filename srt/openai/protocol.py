@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...managers.errors import RequestError
 from ...managers.io_struct import CacheHint
+from ...managers.sessions.sessions import SessionParams
 from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec, check_depth
 
 MAX_N = 128
@@ -136,10 +137,7 @@ class GenerateBody(Body):
         "bootstrap_host": (),
         "bootstrap_port": (),
         "bootstrap_room": (),
-        "routed_dp_rank": (),
-        "data_parallel_rank": (),
         "disagg_prefill_dp_rank": (),
-        "return_hidden_states": (),
         "return_routed_experts": (),
         "return_sampling_mask": (),
         "prompt_logprobs": (),
@@ -190,6 +188,9 @@ class GenerateBody(Body):
     routing_key: str | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     return_token_ids: bool = False
+    return_hidden_states: bool = False
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
     max_thinking_tokens: int | None = Field(None, ge=0)
 
     def token_limit(self) -> int | None:
@@ -231,6 +232,17 @@ class GenerateBody(Body):
         if self.seed is not None:
             params["sampling_seed"] = self.seed
         return params
+
+    def service(self) -> dict[str, Any]:
+        """The other fields of a GenerateInput that completions and chat fill alike."""
+        names = ["rid", "stream", "extra_key", "cache_salt", "custom_logit_processor", "priority", "session_id", "routing_key"]
+        names += ["timeout", "return_hidden_states", "data_parallel_rank", "routed_dp_rank", "max_thinking_tokens"]
+        return {
+            **{name: getattr(self, name) for name in names},
+            "sampling_params": self.sampling_params(),
+            "cache_hint": self.cache_hint.native() if self.cache_hint else None,
+            "session_params": SessionParams.parse_optional(self.session_params),
+        }
 
     def wants_usage(self) -> bool:
         """The stream ends with a chunk that has usage and no choices."""

@@ -17,11 +17,16 @@ from ...managers.tokenizer_manager import TokenizerManager
 ANY_MODEL = frozenset({"", "default"})  # names that clients send when they do not care
 
 
+def served_names(tm: TokenizerManager) -> list[str]:
+    """The model's names, the one in replies first."""
+    return [tm.config.served_model_name, *tm.config.served_aliases]
+
+
 def check_model(tm: TokenizerManager, name: str | None) -> str:
     """The model's name for the reply. Raises RequestError 404 for a model that is not served here."""
     if name is None or name in ANY_MODEL:
         return tm.config.served_model_name
-    if name not in (tm.config.served_model_name, tm.config.model_path):
+    if name not in (*served_names(tm), tm.config.model_path):
         raise model_not_found(name)
     return name
 

@@ -13,7 +13,7 @@ from ..server_state import ServerState, state_of
 from .chat import chat_completions
 from .completions import completions
 from .protocol import ChatBody, CompletionBody
-from .replies import model_not_found
+from .replies import model_not_found, served_names
 
 OWNED_BY = "sglang"  # the value by which gateways recognise the wire format
 
@@ -31,23 +31,24 @@ router.add_api_route("/chat/completions", chat_completions, methods=["POST"], op
 
 @router.get("/models")
 async def models(request: Request) -> Response:
-    """The one model that is served."""
-    return JSONReply({"object": "list", "data": [_card(state_of(request))]})
+    """The one model that is served, a card for each of its names."""
+    state = state_of(request)
+    return JSONReply({"object": "list", "data": [_card(state, name) for name in served_names(state.engine())]})
 
 
 @router.get("/models/{name:path}")
 async def model(request: Request, name: str) -> Response:
     """The card of a model, or 404."""
-    card = _card(state_of(request))
-    if name != card["id"]:
+    state = state_of(request)
+    if name not in served_names(state.engine()):
         raise model_not_found(name)
-    return JSONReply(card)
+    return JSONReply(_card(state, name))
 
 
-def _card(state: ServerState) -> dict[str, Any]:
+def _card(state: ServerState, name: str) -> dict[str, Any]:
     tm = state.engine()
     return {
-        "id": tm.config.served_model_name,
+        "id": name,
         "object": "model",
         "created": state.created,
         "owned_by": OWNED_BY,

@@ -13,7 +13,7 @@ from banyan.managers.config import RunnerConfig, SchedulerConfig
 from banyan.managers.event_loop import NormalLoop, OverlapLoop
 from banyan.managers.faults import Faults
 from banyan.managers.invariants import check_memory
-from banyan.managers.io_struct import FinishReason, GenerateReq, RowLogprobs, TokenOutput, pack_ids, unpack_ids
+from banyan.managers.io_struct import FinishReason, GenerateReq, RowHidden, RowLogprobs, TokenOutput, pack_ids, unpack_ids
 from banyan.managers.ipc import IpcNames
 from banyan.managers.req import Req
 from banyan.managers.sampling_params import SamplingParams
@@ -81,6 +81,7 @@ class Harness:
         self.reasons: dict[str, FinishReason] = {}
         self.cached: dict[str, int] = {}
         self.logprobs: dict[str, RowLogprobs] = {}
+        self.hidden: dict[str, RowHidden] = {}
         self.arrivals = itertools.count()
 
     def _take(self, output: TokenOutput) -> None:
@@ -90,6 +91,9 @@ class Harness:
             assert len(own.output.values) == 4 * output.num_ids[row], "one value per token"
             assert (own.input is not None) == (rid not in self.logprobs), "the prompt's values travel with the first row only"
             self.logprobs[rid] = self.logprobs[rid].merged(own) if rid in self.logprobs else own
+        for row, states in output.hidden:
+            rid = output.rids[row]
+            self.hidden[rid] = self.hidden[rid].merged(states) if rid in self.hidden else states
         announced = {output.rids[row] for row, _ in output.options}
         for row, rid in enumerate(output.rids):
             assert rid not in self.reasons, "output after the last row"

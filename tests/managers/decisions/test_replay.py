@@ -431,6 +431,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         "bad_word_ids",
         "logit_processor",
         "thinking",
+        "input_embeds",  # their digest is kept
     }  # of thinking, that a mask binds it is kept
     params_not_needed = {
         "temperature",
@@ -467,6 +468,8 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         logprobs=LogprobParams(start_len=1),
         timeout=1.0,
         probe=True,
+        embeds_key="f",
+        return_hidden_states=True,
     )
     kept = disguised(full, NoDisguise())
     assert isinstance(kept, GenerateReq)

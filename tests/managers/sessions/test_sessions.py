@@ -197,7 +197,7 @@ def test_sessions_are_opened_once_and_not_without_bound() -> None:
     controller.open("b", request, 0.0)
     with pytest.raises(RequestError, match="2 sessions already") as caught:
         controller.open("c", request, 0.0)
-    assert caught.value.status_code == 503
+    assert caught.value.status_code == 429
     assert [session.id for session in controller.close("a")] == ["a"]
     controller.open("c", request, 0.0)
     with pytest.raises(RequestError, match="session id a does not exist"):
