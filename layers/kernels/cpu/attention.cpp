@@ -6,13 +6,12 @@
 // same order.
 #include "attention.h"
 
-#include <omp.h>
-
 #include <vector>
 
 #include "attend.h"
 #include "attend_many.h"
 #include "kv_row.h"
+#include "pool.h"
 
 namespace bny {
 namespace {
@@ -352,32 +351,29 @@ void bny_attention(const bny_kv* kv, const bny_step* step, const float* q, int64
   Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, {}, {}, {}, {}, nullptr, nullptr};
   w.shared_tiles.assign(n, 0), w.part_of.assign(n, -1), w.first_tile.assign(n, 0), w.num_tiles.assign(n, 0);
   const int threads = (int)plan(w, omp_get_max_threads());
-  bool cut = false;
-  for (size_t b = 0; b < n; b++) cut |= w.part_of[b] >= 0;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-  {
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < w.first.size(); i++) run_block(w, w.first[i]);
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < w.blocks.size(); i++) run_block(w, w.blocks[i]);
-    if (cut) {
-#pragma omp for schedule(static) collapse(2)
-      for (size_t b = 0; b < n; b++)
-        for (int h = 0; h < kv->heads; h++)
-          if (w.part_of[b] >= 0) fold_parts(w, (int64_t)b, h);
-    }
-  }
+  bny_parallel(threads, (int64_t)w.first.size(), [&](int64_t i) { run_block(w, w.first[i]); });
+  bny_parallel(threads, (int64_t)w.blocks.size(), [&](int64_t i) { run_block(w, w.blocks[i]); });
+  std::vector<int64_t> cut;
+  for (size_t b = 0; b < n; b++)
+    if (w.part_of[b] >= 0) cut.push_back((int64_t)b);
+  const int64_t folds = (int64_t)cut.size() * kv->heads;
+  bny_parallel(threads, std::min<int64_t>(folds, 4 * threads), [&](int64_t i) {
+    int64_t begin, end;
+    bny_share(folds, i, std::min<int64_t>(folds, 4 * threads), &begin, &end);
+    for (; begin < end; begin++) fold_parts(w, cut[begin / kv->heads], begin % kv->heads);
+  });
 }
 
 void bny_kv_write(const bny_kv* kv, const bny_step* step, const float* k, int64_t k_stride, const float* v, int64_t v_stride) {
   using namespace bny;
   const int64_t T = step->num_tokens, D = kv->head_dim, heads = kv->kv_heads;
-#pragma omp parallel for num_threads(bny_threads(T * heads * D))
-  for (int64_t t = 0; t < T; t++)
-    for (int64_t h = 0; h < heads; h++) {
-      write_row(*kv, kv->k, kv->k_scale, step->slots[t] * heads + h, k + t * k_stride + h * D);
-      write_row(*kv, kv->v, kv->v_scale, step->slots[t] * heads + h, v + t * v_stride + h * D);
-    }
+  bny_parallel_spans(T, T * heads * D, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t h = 0; h < heads; h++) {
+        write_row(*kv, kv->k, kv->k_scale, step->slots[t] * heads + h, k + t * k_stride + h * D);
+        write_row(*kv, kv->v, kv->v_scale, step->slots[t] * heads + h, v + t * v_stride + h * D);
+      }
+  });
 }
 
 int64_t bny_check_slots(const bny_step* step, int64_t num_slots) {

@@ -3,7 +3,7 @@
 // Rules of every kernel here:
 // - Activations are float32 in and out. Instruction sets that multiply bfloat16 round them inside a kernel.
 // - The library is compiled for one instruction set; nothing is dispatched at run time.
-// - Each call runs one OpenMP region with the caller's omp_get_max_threads(), or none where the work is tiny. Call from one thread.
+// - A call uses up to the caller's omp_get_max_threads() threads (pool.h), or one where the work is tiny. Call from one thread.
 // - The result for a row depends on that row alone: never on how many rows a call has, on their order, or on the number of threads.
 // - Nothing is checked here: the caller checks shapes, strides and bounds.
 #ifndef BANYAN_KERNELS_H

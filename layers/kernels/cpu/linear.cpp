@@ -18,21 +18,11 @@ extern "C" int64_t bny_linear_scratch(const bny_linear_t* l, int64_t m) {
 }
 
 extern "C" void bny_linear(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
-  int64_t n = 0;
-  for (const bny_linear_t* link = l; link; link = link->next) n += link->n;
-#pragma omp parallel num_threads(bny_threads(n * l->k * m))
-  {
-    float* out = y;
-    for (const bny_linear_t* link = l; link; link = link->next) {
-      if (is_float(link->kind)) {
-        float_rows(link, x, ldx, out, ldy, m, scratch);
-      } else {
-        int_rows(link, x, ldx, out, ldy, m, scratch);
-      }
-      out += link->n;
-      if (link->next) {
-#pragma omp barrier  // the scratch is the next link's
-      }
+  for (; l; y += l->n, l = l->next) {
+    if (is_float(l->kind)) {
+      float_rows(l, x, ldx, y, ldy, m, scratch);
+    } else {
+      int_rows(l, x, ldx, y, ldy, m, scratch);
     }
   }
 }

@@ -7,6 +7,7 @@
 #define BANYAN_LINEAR_H
 
 #include "kernels.h"
+#include "pool.h"
 #include "simd.h"
 
 enum { NR = 2 * VL, GROUP = 32, BLOCK_K = 256 };
@@ -71,6 +72,22 @@ BNY_INLINE Tile tile_of(const bny_linear_t* l, int64_t panel, float* y, int64_t 
   return Tile{(const char*)l->data + panel * stride, stride, l->n - at, l->k, l->bias ? l->bias + at : nullptr, y + at, ldy};
 }
 
+enum { PANELS_AT_ONCE = 4 };  // with one row
+
+// Calls body(tile of rows, first panel, panels) for all of [rows in tiles] x [panels], in pieces that threads take. A piece is some
+// panels of one tile; with few rows their number is one that run_rows takes at once.
+template <class Body>
+static void run_tiles(int64_t tiles, int64_t panels, int64_t work, const Body& body) {
+  const int threads = bny_threads(work);
+  int64_t each = threads <= 1 ? panels : div_up(panels, div_up(threads * BNY_PIECES, tiles));
+  each = round_up(each, PANELS_AT_ONCE);
+  const int64_t parts = div_up(panels, each);
+  bny_parallel(threads, tiles * parts, [&](int64_t i) {
+    const int64_t first = i % parts * each;
+    body(i / parts, first, panels - first < each ? panels - first : each);
+  });
+}
+
 // Calls Kernel::call<M, P>(tile, first panel, rows, first row) for blocks of M <= MR rows and P panels; few rows take several panels
 // at once, so that enough additions are under way.
 template <int MR, class Kernel, class Rows>
@@ -111,7 +128,7 @@ static void run_rows(const Tile& tile, int64_t panels, const Rows& rows, int64_t
   }
 }
 
-// linear_float.cpp and linear_int.cpp: one link of the chain, called by all threads of a region; they meet at barriers.
+// linear_float.cpp and linear_int.cpp: one link of the chain, with all threads.
 void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
 void int_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
 // linear_many.cpp: what float_rows leaves to it, the same bits. From these rows on blocks of k gain more than they cost.

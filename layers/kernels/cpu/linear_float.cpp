@@ -151,20 +151,14 @@ struct BF16 {
 
 #endif
 
-// This thread's share of the tiles: [rows in tiles] x [panels], panels the faster index.
 template <class Kernel, class Rows, class At>
 void run(const bny_linear_t* l, float* y, int64_t ldy, int64_t m, const At& at) {
-  const int64_t panels = div_up(l->n, NR), tiles = div_up(m, ROWS_PER_TILE);
-  int64_t begin, end;
-  bny_share(tiles * panels, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
-  while (begin < end) {
-    const int64_t tile = begin / panels, panel = begin % panels;
-    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
+  const int64_t tiles = div_up(m, ROWS_PER_TILE);
+  run_tiles(tiles, div_up(l->n, NR), m * l->n * l->k, [&](int64_t tile, int64_t panel, int64_t count) {
     const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
     const Rows rows = at(first);
     run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, rows, last - first);
-    begin += count;
-  }
+  });
 }
 
 }  // namespace
@@ -178,8 +172,9 @@ void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, in
 #if defined(BNY_DOT_BF16)
   const int64_t words = div_up(l->k, 2);
   uint32_t* pairs = (uint32_t*)scratch;
-#pragma omp for schedule(static)
-  for (int64_t row = 0; row < m; row++) round_row(x + row * ldx, l->k, pairs + row * words);
+  bny_parallel_spans(m, m * l->k, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) round_row(x + row * ldx, l->k, pairs + row * words);
+  });
   run<BF16, PairRows>(l, y, ldy, m, [&](int64_t row) { return PairRows{pairs + row * words, words}; });
 #else
   (void)scratch;

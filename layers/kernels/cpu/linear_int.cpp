@@ -12,7 +12,7 @@ enum { MR = 6 };
 #else
 enum { MR = 4 };
 #endif
-enum { ROWS_AT_A_TIME = 192, ROWS_PER_TILE = 48 };
+enum { ROWS_PER_TILE = 48 };
 
 // --- integers: every 32-bit lane of a vi is four bytes, and their products are summed
 
@@ -358,44 +358,30 @@ struct I8 {
   }
 };
 
-// This thread's share of [rows in tiles] x [panels], panels the faster index.
 template <class Kernel>
 void run(const bny_linear_t* l, const IntRows& rows, float* y, int64_t ldy, int64_t m) {
-  const int64_t panels = div_up(l->n, NR), tiles = div_up(m, ROWS_PER_TILE);
-  int64_t begin, end;
-  bny_share(tiles * panels, omp_get_thread_num(), omp_get_num_threads(), &begin, &end);
-  while (begin < end) {
-    const int64_t tile = begin / panels, panel = begin % panels;
-    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
+  const int64_t tiles = div_up(m, ROWS_PER_TILE);
+  run_tiles(tiles, div_up(l->n, NR), m * l->n * l->k, [&](int64_t tile, int64_t panel, int64_t count) {
     const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
     const IntRows from{rows.base + first * rows.stride, rows.stride, rows.padded_k, rows.groups};
     run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, from, last - first);
-    begin += count;
-  }
+  });
 }
 
 }  // namespace
 
 void int_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch) {
   const IntRows rows = rows_of(l, (const char*)scratch);
-  for (int64_t done = 0; done < m; done += ROWS_AT_A_TIME) {
-    const int64_t count = m - done < ROWS_AT_A_TIME ? m - done : ROWS_AT_A_TIME;
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) quantize_row(x + (done + row) * ldx, l->k, l->kind != BNY_I8, rows, row);
-    float* out = y + done * ldy;
-    switch (l->kind) {
-      case BNY_I8: run<I8>(l, rows, out, ldy, count); break;
-      case BNY_Q4: run<Grouped<Q4>>(l, rows, out, ldy, count); break;
-      case BNY_Q8: run<Grouped<Q8>>(l, rows, out, ldy, count); break;
-      case BNY_Q4K: run<Grouped<Q4K>>(l, rows, out, ldy, count); break;
-      default: run<Grouped<Q6K>>(l, rows, out, ldy, count); break;
-    }
-    if (done + count < m) {
-#pragma omp barrier  // the rows are overwritten next
-    }
+  bny_parallel_spans(m, m * l->k * 2, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) quantize_row(x + row * ldx, l->k, l->kind != BNY_I8, rows, row);
+  });
+  switch (l->kind) {
+    case BNY_I8: run<I8>(l, rows, y, ldy, m); break;
+    case BNY_Q4: run<Grouped<Q4>>(l, rows, y, ldy, m); break;
+    case BNY_Q8: run<Grouped<Q8>>(l, rows, y, ldy, m); break;
+    case BNY_Q4K: run<Grouped<Q4K>>(l, rows, y, ldy, m); break;
+    default: run<Grouped<Q6K>>(l, rows, y, ldy, m); break;
   }
 }
 
-int64_t int_scratch(const bny_linear_t* l, int64_t m) {
-  return rows_of(l, nullptr).stride * (m < ROWS_AT_A_TIME ? m : ROWS_AT_A_TIME);
-}
+int64_t int_scratch(const bny_linear_t* l, int64_t m) { return rows_of(l, nullptr).stride * m; }

@@ -15,7 +15,7 @@ enum { MR = 6 };
 #else
 enum { MR = 5 };
 #endif
-enum { BLOCK = 288, ROWS = 22 * 12, PANELS_PER_THREAD = 8, LINE = 64 };
+enum { BLOCK = 288, ROWS = 22 * 12, PANELS_PER_PIECE = 4, LINE = 64 };
 
 // M rows, one panel, one block of k.
 struct Block {
@@ -135,18 +135,14 @@ void add_panels(const Span& s, int64_t first, int64_t last) {
 }  // namespace
 
 void many_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m) {
-  const int64_t panels = div_up(l->n, NR), threads = omp_get_num_threads(), whole = div_up(m, ROWS);
-  // Where panels are few for the threads, spans are smaller and dealt out too.
-  int64_t spans = panels < PANELS_PER_THREAD * threads ? whole * div_up(PANELS_PER_THREAD * threads, panels) : whole;
-  const int64_t most = div_up(m, 4 * MR);
-  if (spans > most) spans = most > whole ? most : whole;
-  int64_t begin, end;
-  bny_share(spans * panels, omp_get_thread_num(), threads, &begin, &end);
-  while (begin < end) {
-    const int64_t span = begin / panels, panel = begin % panels;
-    const int64_t count = panels - panel < end - begin ? panels - panel : end - begin;
-    const int64_t first = m * span / spans, last = m * (span + 1) / spans;
-    add_panels(Span{l, x + first * ldx, ldx, y + first * ldy, ldy, last - first}, panel, panel + count);
-    begin += count;
-  }
+  const int64_t panels = div_up(l->n, NR), spans = div_up(m, ROWS), threads = bny_threads(m * l->n * l->k);
+  // As few pieces as keep all threads busy: each reads its rows anew.
+  const int64_t wanted = threads <= 1 ? 1 : div_up(threads * BNY_PIECES, spans), most = div_up(panels, PANELS_PER_PIECE);
+  const int64_t parts = wanted < most ? wanted : most;
+  bny_parallel((int)threads, spans * parts, [&](int64_t i) {
+    int64_t panel, end;
+    bny_share(panels, i % parts, parts, &panel, &end);
+    const int64_t span = i / parts, first = m * span / spans, last = m * (span + 1) / spans;
+    add_panels(Span{l, x + first * ldx, ldx, y + first * ldy, ldy, last - first}, panel, end);
+  });
 }

@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "linear.h"
+#include "pool.h"
 
 namespace {
 
@@ -164,25 +165,23 @@ FileBlock file_block(int32_t type) {
 
 extern "C" void bny_pack_f32(int32_t kind, int64_t n, int64_t k, const float* w, int64_t ldw, void* data) {
   const int64_t stride = panel_bytes(kind, k);
-#pragma omp parallel for schedule(static) num_threads(bny_threads(n * k))
-  for (int64_t p = 0; p < div_up(n, NR); p++)
+  bny_parallel(bny_threads(n * k), div_up(n, NR), [&](int64_t p) {
     pack_panel(kind, n - p * NR < NR ? n - p * NR : NR, k, w + p * NR * ldw, ldw, (char*)data + p * stride);
+  });
 }
 
 extern "C" void bny_pack_bf16(int64_t n, int64_t k, const uint16_t* w, int64_t ldw, void* data) {
   const int64_t stride = panel_bytes(BNY_BF16, k);
-#pragma omp parallel for schedule(static) num_threads(bny_threads(n * k))
-  for (int64_t p = 0; p < div_up(n, NR); p++) {
+  bny_parallel(bny_threads(n * k), div_up(n, NR), [&](int64_t p) {
     const uint16_t* from = w + p * NR * ldw;
     pack_values((uint16_t*)((char*)data + p * stride), n - p * NR, k, 2, [&](int c, int64_t i) { return from[c * ldw + i]; });
-  }
+  });
 }
 
 extern "C" void bny_pack_gguf(int32_t type, int64_t n, int64_t k, const uint8_t* blocks, void* data) {
   const FileBlock b = file_block(type);
   const int64_t stride = panel_bytes(b.kind, k), count = k / b.values;
-#pragma omp parallel for schedule(static) num_threads(bny_threads(n * k))
-  for (int64_t p = 0; p < div_up(n, NR); p++) {
+  bny_parallel(bny_threads(n * k), div_up(n, NR), [&](int64_t p) {
     const int64_t rows = n - p * NR < NR ? n - p * NR : NR;
     for (int64_t at = 0; at < count; at++) {
       char* out = (char*)data + p * stride + at * b.packed;
@@ -195,5 +194,5 @@ extern "C" void bny_pack_gguf(int32_t type, int64_t n, int64_t k, const uint8_t*
         default: pack_q6k_block(rows, block, out); break;
       }
     }
-  }
+  });
 }

@@ -2,7 +2,6 @@
 #ifndef BANYAN_SIMD_H
 #define BANYAN_SIMD_H
 
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -208,16 +207,5 @@ BNY_INLINE float vf_hmax(vf a) {
     for (int i = 0; i < step; i++) lanes[i] = lanes[i] > lanes[i + step] ? lanes[i] : lanes[i + step];
   return lanes[0];
 }
-
-// --- threads
-
-// Part t of T of n items: [begin, end).
-BNY_INLINE void bny_share(int64_t n, int64_t t, int64_t T, int64_t* begin, int64_t* end) {
-  *begin = n * t / T;
-  *end = n * (t + 1) / T;
-}
-
-// Threads for so many multiply-adds or so: below a few microseconds of work waking others costs more than it gains.
-BNY_INLINE int bny_threads(int64_t work) { return work < 32768 ? 1 : omp_get_max_threads(); }
 
 #endif

@@ -1,6 +1,7 @@
 #include "small_ops.h"
 
 #include "kv_row.h"
+#include "pool.h"
 #include "vec.h"
 
 namespace bny {
@@ -78,48 +79,52 @@ int64_t argmax_row(const float* x, int64_t n) {
 extern "C" {
 
 void bny_embed(const void* table, int32_t type, const int64_t* ids, int64_t T, int64_t dim, float scale, float* out, int64_t ldo) {
-#pragma omp parallel for num_threads(bny_threads(T * dim))
-  for (int64_t t = 0; t < T; t++) {
-    float* to = out + t * ldo;
-    if (type == BNY_F32) {
-      const float* from = (const float*)table + ids[t] * dim;
-      for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale;
-    } else {
-      const uint16_t* from = (const uint16_t*)table + ids[t] * dim;
-      for (int64_t i = 0; i < dim; i++) to[i] = bf16_to_f32(from[i]) * scale;
+  bny_parallel_spans(T, T * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      float* to = out + t * ldo;
+      if (type == BNY_F32) {
+        const float* from = (const float*)table + ids[t] * dim;
+        for (int64_t i = 0; i < dim; i++) to[i] = from[i] * scale;
+      } else {
+        const uint16_t* from = (const uint16_t*)table + ids[t] * dim;
+        for (int64_t i = 0; i < dim; i++) to[i] = bf16_to_f32(from[i]) * scale;
+      }
     }
-  }
+  });
 }
 
 void bny_norm(const float* x, int64_t ldx, const float* weight, float eps, float* out, int64_t ldo, int64_t T, int64_t dim) {
-#pragma omp parallel for num_threads(bny_threads(T * dim))
-  for (int64_t t = 0; t < T; t++) bny::norm_row(x + t * ldx, weight, eps, out + t * ldo, dim);
+  bny_parallel_spans(T, T * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) bny::norm_row(x + t * ldx, weight, eps, out + t * ldo, dim);
+  });
 }
 
 void bny_add_norm(
     const float* x, int64_t ldx, float* sum, int64_t lds, const float* weight, float eps, float* out, int64_t ldo, int64_t T, int64_t dim) {
-#pragma omp parallel for num_threads(bny_threads(T * dim))
-  for (int64_t t = 0; t < T; t++) {
-    float* to = sum + t * lds;
-    for (int64_t i = 0; i < dim; i++) to[i] += x[t * ldx + i];
-    bny::norm_row(to, weight, eps, out + t * ldo, dim);
-  }
+  bny_parallel_spans(T, T * dim, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
+      float* to = sum + t * lds;
+      for (int64_t i = 0; i < dim; i++) to[i] += x[t * ldx + i];
+      bny::norm_row(to, weight, eps, out + t * ldo, dim);
+    }
+  });
 }
 
 void bny_act_mul(int32_t act, const float* x, int64_t ldx, float* out, int64_t ldo, int64_t T, int64_t inner) {
   const int64_t part = 512, parts = (inner + part - 1) / part;
-#pragma omp parallel for num_threads(bny_threads(T * inner * 8)) collapse(2)
-  for (int64_t t = 0; t < T; t++)
-    for (int64_t p = 0; p < parts; p++)
+  bny_parallel_spans(T * parts, T * inner * 8, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t t = i / parts, p = i % parts;
       bny::act_row(act, x + t * ldx, out + t * ldo, p * part, std::min(inner, (p + 1) * part), inner);
+    }
+  });
 }
 
 void bny_rope_write(
     const bny_kv* kv, const bny_step* step, float* qkv, int64_t ld, const int64_t* positions, const float* cos, const float* sin,
     const float* q_norm, const float* k_norm, float eps) {
   const int64_t D = kv->head_dim, half = D / 2, T = step->num_tokens;
-#pragma omp parallel for num_threads(bny_threads(T * ld))
-  for (int64_t t = 0; t < T; t++) {
+  const auto one = [&](int64_t t) {
     const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
     float* row = qkv + t * ld;
     for (int64_t h = 0; h < kv->heads + kv->kv_heads; h++) {
@@ -133,11 +138,15 @@ void bny_rope_write(
       bny::write_row(*kv, kv->k, kv->k_scale, place, row + (kv->heads + h) * D);
       bny::write_row(*kv, kv->v, kv->v_scale, place, row + (kv->heads + kv->kv_heads + h) * D);
     }
-  }
+  };
+  bny_parallel_spans(T, T * ld, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) one(t);
+  });
 }
 
 void bny_argmax(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V) {
-#pragma omp parallel for num_threads(bny_threads(S * V))
-  for (int64_t s = 0; s < S; s++) ids[s] = bny::argmax_row(x + s * ldx, V);
+  bny_parallel_spans(S, S * V, [&](int64_t begin, int64_t end) {
+    for (int64_t s = begin; s < end; s++) ids[s] = bny::argmax_row(x + s * ldx, V);
+  });
 }
 }
