@@ -42,6 +42,7 @@ class Embedding(nn.Module):
             self.scaled = form.pack_head(self.weight, None, self.blocks)
             return
         self.packed = form.pack_head(self.weight, None, self.blocks)
+        self.blocks = {}
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
 

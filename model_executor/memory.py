@@ -101,15 +101,18 @@ def cache_tokens(
     dtype: torch.dtype,
     device: torch.device,
     free_before_load: int,
+    mapped: int = 0,
     peak: Peak | None = None,
     graphs: GraphCount | None = None,
 ) -> tuple[int, str]:
     """(slots, why). Called when the weights are loaded. peak and graphs: of a CUDA device.
 
+    mapped: bytes of files that the model lies in, which the system counts as available, for it could read them again.
+
     Raises ValueError where memory is too small for a useful pool.
     """
     per_token = token_bytes(model, dtype)
-    free, page = available_memory(device), config.page_size
+    free, page = available_memory(device) - mapped, config.page_size
     if config.max_total_tokens is not None:
         num_tokens = floor_page(config.max_total_tokens, page)
         if num_tokens < page:

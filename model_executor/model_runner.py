@@ -36,6 +36,7 @@ from .shard import Shard
 from .stage_handle import BoxHandle, ResultBox, StageHandle
 from .step import FatalStepError, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput
 from .step_graphs import GraphPlan, StepGraphs, record_steps
+from .weight_cache import Loaded, WeightCache, packed
 from .weight_form import plan_weights
 from .weight_sources import WeightSources
 from .weights import dummy_weights, load_weights
@@ -61,6 +62,7 @@ class _Upkeep:
 
     sources: WeightSources
     profiler: StepProfiler
+    weight_cache: WeightCache | None = None
     cache_size: tuple[int, np.ndarray] | None = None
 
 
@@ -85,7 +87,9 @@ class ModelRunner:
             self._attention = self._plan_attention()
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
-            self._model: DecoderModel | None = self._device.run(lambda: self._load(sources))
+            self._upkeep.weight_cache = WeightCache(config, self._shard, self._plan)
+            loaded = self._device.run(lambda: self._load(sources))
+            self._model: DecoderModel | None = loaded.model
             peak = self._device.run(self._measure_peak)
             num_tokens, pool_why = cache_tokens(
                 config,
@@ -93,6 +97,7 @@ class ModelRunner:
                 dtype=self._attention.kv_dtype,
                 device=self._device.device,
                 free_before_load=free_before_load,
+                mapped=loaded.mapped,
                 peak=peak,
                 graphs=GraphCount(max(self._attention.graph_sizes, default=0), len(self._attention.prefill_graph_sizes)),
             )
@@ -102,6 +107,7 @@ class ModelRunner:
             raise
         _, forward_why = plan_forward(self._model, self._plan.native, self._model_config, self._attention.backend)
         explain = self._plan.explain | self._attention.explain | {"pool": pool_why, "forward": forward_why}
+        explain["weight_cache"] = loaded.why
         self.info = _describe(config, self._model_config, self._device, explain)
 
     def max_cache_tokens(self) -> int:
@@ -159,18 +165,24 @@ class ModelRunner:
     # --- on the forward thread ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _load(self, sources: WeightSources) -> DecoderModel:
-        config = self._config
+    def _load(self, sources: WeightSources) -> Loaded:
+        def fill(model: DecoderModel) -> None:
+            packer = self._plan.packer(model)
+            if sources.load_format == "dummy":
+                dummy_weights(model, self._config.random_seed, packer)
+            else:
+                load_weights(model, sources.tensors(self._shard, keep_blocks=self._plan.keep_blocks), packer)
+
+        cache = self._upkeep.weight_cache if sources.is_checkpoint_of(self._config) else None
+        loaded = packed(self._empty_model, fill) if cache is None else cache.load(self._empty_model, fill)
+        check_model(self._config, loaded.model)
+        loaded.model.eval()
+        return loaded
+
+    def _empty_model(self) -> DecoderModel:
         with self._device.device:
             make = model_class(self._model_config.architecture)
-            model = make(self._model_config, self._plan.compute, shard=self._shard, ranks=self._ranks)
-        packer = self._plan.packer(model)
-        if sources.load_format == "dummy":
-            dummy_weights(model, config.random_seed, packer)
-        else:
-            load_weights(model, sources.tensors(self._shard, keep_blocks=self._plan.keep_blocks), packer)
-        check_model(config, model)
-        return model.eval()
+            return make(self._model_config, self._plan.compute, shard=self._shard, ranks=self._ranks)
 
     @torch.inference_mode()
     def _measure_peak(self) -> Peak | None:
@@ -192,7 +204,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _replace_model(self, sources: WeightSources) -> None:
         """Another model in the place of this one, over the same KV. It stands before the old one goes: failures change nothing."""
-        model = self._load(sources)
+        model = self._load(sources).model
         if (cache := self._cache) is not None:
             cache.forward = self._bound(model, cache.backend)
             self._graphs = self._record(model, cache.forward, cache.builder.table, cache.backend)

@@ -120,6 +120,7 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     cuda_graph_bs: str | None = None  # sizes, with commas between
     disable_prefill_cuda_graph: bool = False
     prefill_cuda_graph_max_tokens: int | None = None
+    weight_cache_bytes: int = 0  # that packed weights kept in the user's cache folder may take, of all models; 0: none are
     mem_fraction_static: float | None = None
     max_total_tokens: int | None = None
     max_running_requests: int | None = None

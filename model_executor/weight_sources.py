@@ -12,6 +12,7 @@ from ..layers.quantization import Blocks
 from .loader import WeightsError, iter_weights
 from .model_config import ModelConfig
 from .shard import Shard
+from .step import RunnerConfig
 
 OVERLAY = "model.safetensors"  # the file in the folder of an overlay
 MAX_VALUES = 1 << 20  # of one tensor that are told
@@ -25,6 +26,10 @@ class WeightSources:
         self.base = base
         self.load_format = load_format
         self.overlays = overlays
+
+    def is_checkpoint_of(self, config: RunnerConfig) -> bool:
+        """Whether these are the weights that the config names, with nothing laid over them."""
+        return not self.overlays and (self.base, self.load_format) == (config.model_path, config.load_format)
 
     def with_overlay(self, folder: str) -> WeightSources:
         """These, and the tensors in ``folder`` in the place of those with the same names. WeightsError for a damaged file."""

@@ -62,6 +62,13 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             "file's blocks as they are (CPU only); unset: weights of the dtype"
         ),
     ] = None
+    weight_cache_bytes: Annotated[
+        NotNegative,
+        Meta(
+            description="Bytes of packed weights, of all models together, that are kept in the user's cache folder: the next start "
+            "maps them, and servers on one machine share them; 0: none"
+        ),
+    ] = 8 << 30
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the model runs; auto: cuda if there is one")] = "auto"
     context_length: Annotated[Positive | None, Meta(description="Longest prompt plus output, if not the model's own limit")] = None
     revision: Annotated[str | None, Meta(description="Branch, tag or commit of a model from the hub")] = None
@@ -464,6 +471,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             dtype={"half": "float16", "float": "float32"}.get(self.dtype, self.dtype),
             device=self.device,
             quantization=self.quantization,
+            weight_cache_bytes=self.weight_cache_bytes,
             context_length=self.context_length,
             attention_backend=self.attention_backend,
             kv_cache_dtype=self.kv_cache_dtype,
