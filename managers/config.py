@@ -91,7 +91,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     shared_prefix_min: int | None = None  # None: by device
     enable_mixed_chunk: bool = False
     prefill_decode_interval: int = 0
-    target_itl_ms: float | None = None  # implies mixed steps
+    target_itl_ms: float | None = None  # above 0 it implies mixed steps; 0: off
+    target_itl_slack: float = 0.0  # decode steps that a step may take at least, whatever the target
     schedule_policy: str = "fcfs"
     schedule_conservativeness: float = 1.0
     enable_priority_scheduling: bool = False

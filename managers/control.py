@@ -224,11 +224,12 @@ class Control:
 
 def _make_pace(scheduler: Scheduler, config: SchedulerConfig) -> PrefillPace | None:
     """The pace that keeps config.target_itl_ms, fed by the steps of the scheduler."""
-    if config.target_itl_ms is None:
+    if not config.target_itl_ms:
         return None
     limits = scheduler.planner.limits
     max_chunk = limits.chunked_prefill_size or limits.max_prefill_tokens
-    pace = PrefillPace(config.target_itl_ms / 1e3, max_chunk=max_chunk, page_size=scheduler.memory.allocator.page_size)
+    page_size = scheduler.memory.allocator.page_size
+    pace = PrefillPace(config.target_itl_ms / 1e3, max_chunk=max_chunk, page_size=page_size, slack=config.target_itl_slack)
     scheduler.stats.on_step = pace.observe
     return pace
 

@@ -35,6 +35,7 @@ from .io_struct import Ended, Heartbeat, TokenOutput
 from .ipc import Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
+from .pace import explain_pace, with_pace
 from .pins import Pins
 from .prefill_planner import SHARED_MIN, Memory, PrefillLimits
 from .processes.reports import Reports
@@ -64,6 +65,7 @@ def run_scheduler(config: SchedulerConfig, reports: Reports) -> None:
         raise RuntimeError("BANYAN_FAULTS: load_fail")
     runner = create_runner(config.runner)
     clock.lap("model")
+    config = with_pace(config, runner.info)
     context = zmq.Context()
     failed = True
     try:
@@ -147,6 +149,7 @@ def build_memory(config: SchedulerConfig, runner: Runner, tokenizer: Tokenizer) 
     chunk = _chunk_size(config, model.device, explain)
     shared_min = config.shared_prefix_min
     explain["shared_prefix_min"] = f"{shared_min or SHARED_MIN[model.device]}, {'as given' if shared_min else 'by device'}"
+    explain["target_itl_ms"] = explain_pace(config)
     overlap = config.runner.overlap
     explain["overlap"] = "on" if overlap else "off, as given"
     _explain_service(config, explain, max_running)
@@ -192,7 +195,7 @@ def build_scheduler(
             max_prefill_tokens=config.max_prefill_tokens,
             chunked_prefill_size=info.chunked_prefill_size,
             max_requests=config.prefill_max_requests,
-            mixed=config.enable_mixed_chunk or config.target_itl_ms is not None,
+            mixed=config.enable_mixed_chunk or bool(config.target_itl_ms),
             decode_interval=config.prefill_decode_interval,
             shared_min=config.shared_prefix_min or SHARED_MIN[info.model.device],
         ),

@@ -21,6 +21,7 @@ import msgspec
 
 from ..layers.kernels.cpu.build import cache_folder as kernels_folder
 from ..layers.kernels.cpu.library import Native
+from ..layers.quantization import WeightFormat
 from .loader import WeightsError, safetensors_files
 from .models.blocks import DecoderModel
 from .packed_file import Mapped, PackedFileError, size_of, write
@@ -129,7 +130,7 @@ def packed(make: Callable[[], DecoderModel], fill: Callable[[DecoderModel], None
 
 
 def _reason_against(config: RunnerConfig, plan: WeightPlan) -> str:
-    if not isinstance(plan.native, Native) or plan.form is None:
+    if not isinstance(plan.native, Native) or not isinstance(plan.form, WeightFormat):
         return "weights are not packed"
     if config.weight_cache_bytes <= 0:
         return "weight_cache_bytes is 0"
@@ -140,7 +141,7 @@ def _key(config: RunnerConfig, shard: Shard, plan: WeightPlan, native: Native) -
     """All that the bytes follow from. The kernels' folder names their sources, flags and compiler, hence the layout."""
     parts = {
         "kernels": native.path.parent.name,
-        "form": [plan.form.linear.name, plan.form.head.name] if plan.form else [],
+        "form": [plan.form.linear.name, plan.form.head.name] if isinstance(plan.form, WeightFormat) else [],
         "weights": str(plan.weights),
         "compute": str(plan.compute),
         "keep_blocks": plan.keep_blocks,

@@ -40,7 +40,7 @@ def report(findings: list[Finding]) -> str:
 
 
 def _port(args: ServerArgs) -> list[Finding]:
-    from .http_server import bind
+    from .listen import bind
 
     try:
         bind(args.host, args.port).close()

@@ -82,7 +82,7 @@ class Engine(EngineControl):
         self._launched = launch(self.server_args)
         self._closing = threading.Lock()
         try:
-            self.tokenizer_manager = TokenizerManager(self._launched.manager_config, self._launched.info)
+            self.tokenizer_manager = TokenizerManager(self._launched.manager_config, self._launched.info, self._launched.tokenizer)
             tracing.install(self.tokenizer_manager, self.server_args)
             self._thread = _start_loop(self.tokenizer_manager)
             self._models = ModelService(self.tokenizer_manager)

@@ -1,18 +1,15 @@
-"""The FastAPI app, and uvicorn to serve it on a socket that was bound before any model was loaded."""
+"""The FastAPI app, and uvicorn to serve it on a socket that was bound (``listen``) before any model was loaded."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import socket
 from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from ..managers.errors import StartError
 from ..version import __version__
 from . import (
     cache_api,
@@ -62,25 +59,6 @@ def create_app(state: ServerState) -> FastAPI:
     return app
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket, listening only once the server runs. Raises StartError if the address is taken or is none of ours."""
-    try:
-        (family, kind, proto, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise StartError(f"cannot listen on host {host!r}: {error.strerror or error}") from None
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            raise StartError(f"port {port} on {host} is in use; choose another with --port") from None
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    sock.setblocking(False)
-    return sock
-
-
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers of its own: the command line decides what a signal means."""
 
@@ -102,7 +80,7 @@ class _NoProbes(logging.Filter):
 
 
 def make_server(app: FastAPI, args: ServerArgs, drain_seconds: int) -> HttpServer:
-    """A server for ``await server.serve(sockets=[bind(...)])``."""
+    """A server for ``await server.serve(sockets=[listen.bind(...)])``."""
     level = (args.log_level_http or "warning").upper()
     logging.getLogger("uvicorn").setLevel(level)
     access = logging.getLogger("uvicorn.access")

@@ -14,6 +14,7 @@ from ..managers.errors import StartError
 from ..managers.ipc import IpcNames
 from ..managers.processes.process_group import ChildSpec, ProcessGroup
 from ..managers.ranks.layout import meeting_again, rank_configs, rank_name
+from ..managers.tokenizer import Tokenizer
 from .model_source import resolve_model
 from .server_args import ServerArgs
 
@@ -31,6 +32,7 @@ class Launched:
     group: ProcessGroup
     ipc: IpcNames
     specs: list[ChildSpec]
+    tokenizer: Tokenizer  # the main process's, loaded while the children started
 
     def restart(self, *, timeout: float = START_TIMEOUT) -> None:
         """Start the processes again, with a pool of the same size. Raises StartError; then all are stopped."""
@@ -55,9 +57,11 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
             *_scheduler_specs(args, ipc, model_path),
             ChildSpec(name="detokenizer", config=args.detokenizer_config(ipc, model_path)),
         ]
-        payloads = group.start(specs, timeout)
+        manager_config = args.tokenizer_manager_config(ipc, model_path)
+        loaded: list[Tokenizer] = []
+        payloads = group.start(specs, timeout, lambda: loaded.append(Tokenizer.load(manager_config.tokenizer_path)))
         info = _scheduler_info(payloads[specs[0].name])
-        return Launched(args.tokenizer_manager_config(ipc, model_path), info, group, ipc, specs)
+        return Launched(manager_config, info, group, ipc, specs, loaded[0])
     except BaseException:
         group.stop(0)
         ipc.remove()

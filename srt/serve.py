@@ -1,41 +1,20 @@
-"""The life of ``banyan serve``: bind, start the engine, warm up, serve, drain, stop; and ``--explain``."""
+"""``banyan serve``: bind, start the engine's processes, import the HTTP server while they load; and ``--explain``."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import signal
-import socket
-import time
-from typing import Any, NoReturn
+import threading
+from concurrent.futures import Future
 
 import msgspec
 import uvloop
 
 from ..managers.config import SchedulerInfo
-from ..managers.errors import EngineDeadError, StartError
-from ..managers.generation import GenerateInput
-from ..managers.processes import stacks
-from ..managers.processes.no_pickle import forbid_unpickling
-from ..managers.tokenizer_manager import TokenizerManager
-from . import tracing
-from .http_server import bind, create_app, make_server
+from ..managers.processes.start_clock import StartClock
 from .info import shown
 from .launcher import Launched, launch
+from .listen import bind
 from .server_args import ServerArgs, options
-from .server_state import ServerState
-from .supervisor import Supervisor
-from .worker_node import serve_ranks
-
-log = logging.getLogger(__name__)
-
-DRAIN_SECONDS = 60  # that open requests get to finish after the first signal
-STOP_SECONDS = 10.0  # that the processes get to leave after that
-DEATH_GRACE = 0.3  # seconds in which open requests are told that the engine has died
-READY_MESSAGE = "The server is fired up and ready to roll!"  # launch scripts wait for exactly this line
-WARM_UP_TEXT = "The capital city of France is"
-WARM_UP_TOKENS = 8
 
 
 def serve(args: ServerArgs) -> int:
@@ -44,10 +23,31 @@ def serve(args: ServerArgs) -> int:
     The first SIGTERM or SIGINT drains: nothing new is accepted, what runs may finish. The second ends at once.
     """
     if args.node_rank > 0:
+        from .worker_node import serve_ranks
+
         return serve_ranks(args)
+    clock = StartClock()
     sock = bind(args.host, args.port)  # before a model is loaded for minutes
+    launching = _launch_aside(args)
+    from .life import Life  # the children import what computes meanwhile
+
+    clock.lap("interface")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_Life(args, sock).run())
+        return runner.run(Life(args, sock, launching, clock).run())
+
+
+def _launch_aside(args: ServerArgs) -> Future[Launched]:
+    """``launch`` on a thread of its own, which is no reason for a process that ends to wait."""
+    future: Future[Launched] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(launch(args))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="launch", daemon=True).start()
+    return future
 
 
 def explain(args: ServerArgs) -> int:
@@ -75,132 +75,3 @@ def explanation(args: ServerArgs, info: SchedulerInfo) -> list[str]:
         reason = f"  ({reasons[name]})" if name in reasons else ""
         lines.append(f"  {name}{value}{reason}")
     return lines
-
-
-class _Life:
-    """One run of the server, on one event loop."""
-
-    def __init__(self, args: ServerArgs, sock: socket.socket) -> None:
-        self._args = args
-        self._sock = sock
-        self._state = ServerState(args)
-        self._server = make_server(create_app(self._state), args, DRAIN_SECONDS)
-        self._launched: Launched | None = None
-        self._death: EngineDeadError | None = None
-        self._supervisor: Supervisor | None = None
-        self._num_signals = 0
-        self._draining: asyncio.Task[None] | None = None
-
-    async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled, number)
-        http = asyncio.ensure_future(self._listen())
-        start = asyncio.ensure_future(self._start())
-        try:
-            await asyncio.wait({http, start}, return_when=asyncio.FIRST_COMPLETED)
-            if start.done():
-                start.result()
-            await http
-        finally:
-            self._server.stop(at_once=True)
-            start.cancel()
-            await asyncio.gather(http, start, return_exceptions=True)
-            await self._stop_engine()
-        if self._death is not None:
-            raise self._death
-        return 0
-
-    async def _listen(self) -> None:
-        host, port = self._sock.getsockname()[:2]
-        try:
-            await self._server.serve(sockets=[self._sock])
-        except OSError as error:  # somebody else began to listen since the address was bound
-            raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
-
-    async def _start(self) -> None:
-        clock = self._state.clock
-        launched = await asyncio.to_thread(launch, self._args)
-        self._launched = launched
-        clock.lap("processes")
-        stacks.install(launched.ipc.directory)
-        forbid_unpickling()
-        self._state.processes = launched.group.pids_by_name
-        tm = await asyncio.to_thread(TokenizerManager, launched.manager_config, launched.info)
-        tracing.install(tm, self._args)
-        self._state.attach(tm)
-        tm.start_loop()
-        clock.lap("tokenizer")
-        loop = asyncio.get_running_loop()
-
-        def on_death(error: EngineDeadError) -> None:
-            tm.fail(error)
-            loop.call_soon_threadsafe(self._died, error)
-
-        self._supervisor = Supervisor(
-            launched, tm, loop, budget=self._args.restarts, watchdog=self._args.watchdog_timeout, give_up=on_death
-        )
-        self._supervisor.start()
-        if not self._args.skip_server_warmup:
-            await _warm_up(tm)
-        clock.lap("warm-up")
-        self._supervisor.allow()
-        self._state.mark_ready()
-        host, port = self._sock.getsockname()[:2]
-        log.info("Serving %s on http://%s:%d", tm.config.served_model_name, f"[{host}]" if ":" in host else host, port)
-        log.info("Started in %s", clock)
-        log.info(READY_MESSAGE)
-
-    def _died(self, error: EngineDeadError) -> None:
-        self._death = error
-        log.error("%s", error)
-        self._server.stop()
-        asyncio.get_running_loop().call_later(DEATH_GRACE, lambda: self._server.stop(at_once=True))
-
-    def _signalled(self, number: int) -> None:
-        self._num_signals += 1
-        name = signal.Signals(number).name
-        if self._num_signals > 1:
-            log.warning("%s again: ending at once", name)
-            _leave(128 + number)
-        if self._launched is None or self._state.tm is None:
-            log.info("%s while starting", name)
-            _leave(0)
-        log.info("%s: draining, at most %d s", name, DRAIN_SECONDS)
-        self._state.leaving = self._state.tm.draining = True
-        self._draining = asyncio.ensure_future(self._drain(self._state.tm))
-
-    async def _drain(self, tm: TokenizerManager) -> None:
-        """Go on listening until what runs has finished: new requests are told 503 and may turn to another server."""
-        deadline = time.monotonic() + DRAIN_SECONDS
-        await tm.wait_idle(DRAIN_SECONDS)
-        self._server.stop()
-        await asyncio.sleep(deadline - time.monotonic())  # for clients that read slowly
-        self._server.stop(at_once=True)
-
-    async def _stop_engine(self) -> None:
-        tm, launched = self._state.tm, self._launched
-        if self._supervisor is not None:
-            self._supervisor.stop()
-        if tm is not None and self._death is None:
-            tm.begin_shutdown()
-        if launched is not None:
-            told = tm is not None and self._death is None
-            await asyncio.to_thread(launched.stop, STOP_SECONDS if told else 0.0)
-        if tm is not None:
-            await tm.close()
-
-
-async def _warm_up(tm: TokenizerManager) -> None:
-    """One request through all processes, then an empty cache again."""
-    ids: list[int] = tm.tokenizer.encode(WARM_UP_TEXT)[: tm.info.max_req_input_len]
-    room = max(0, min(tm.info.max_req_len, tm.info.model.context_len) - len(ids))
-    params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": min(WARM_UP_TOKENS, room)}
-    await tm.generate(GenerateInput(input_ids=ids, sampling_params=params), probe=True)
-    await tm.flush_cache(timeout=1.0)
-
-
-def _leave(status: int) -> NoReturn:
-    """End this process now. The children see their parent's end, delete the sockets and go too."""
-    logging.shutdown()
-    os._exit(status)

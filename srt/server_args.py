@@ -28,7 +28,7 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
-Milliseconds = Annotated[float, Meta(gt=0)]
+Milliseconds = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
@@ -173,7 +173,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     target_itl_ms: Annotated[
         Milliseconds | None,
         Meta(
-            description="Inter-token latency that streams should keep while prompts are computed beside them; implies mixed chunks"
+            description="Inter-token latency that streams should keep while prompts are computed beside them; implies mixed "
+            "chunks. Unset: 250 or 4 decode steps, whichever is longer, on a CPU; 0: none, prompts go first"
         ),
     ] = None
     schedule_policy: Annotated[

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class ServerState:
     """starting (until the warm-up is over) -> ready -> draining."""
 
-    def __init__(self, args: ServerArgs) -> None:
+    def __init__(self, args: ServerArgs, clock: StartClock | None = None) -> None:
         self.args = args
         self.tm: TokenizerManager | None = None
         self.chat_template: ChatTemplate | None = None
         self.created = int(time.time())
         self.startup_time: float | None = None
         self.http_counts = HttpCounts()
-        self.clock = StartClock()
+        self.clock = clock or StartClock()
         self.leaving = False  # a signal came: there is no way back from draining
         self.processes: Callable[[], dict[str, int]] | None = None  # pids of the children by name
         self._begin = time.monotonic()

@@ -160,17 +160,21 @@ class ProcessGroup:
         self._on_death: Callable[[EngineDeadError], None] | None = None
         self._told = False
 
-    def start(self, specs: list[ChildSpec], timeout: float) -> dict[str, dict[str, Any]]:
-        """Start all and wait until all are ready; the payloads of their reports by name.
+    def start(
+        self, specs: list[ChildSpec], timeout: float, meanwhile: Callable[[], None] = lambda: None
+    ) -> dict[str, dict[str, Any]]:
+        """Start all, call ``meanwhile``, and wait until all are ready; the payloads of their reports by name.
 
-        Raises StartError, with the traceback that a child left, after everything was stopped again.
+        Raises StartError, with the traceback that a child left, and what ``meanwhile`` raises, after everything was stopped again.
         """
+        deadline = time.monotonic() + timeout
         try:
             for spec in specs:
                 self.children.append(ChildProcess(spec, self._change))
                 if self._stopping:
                     raise StartError("stopped")
-            self._wait_ready(time.monotonic() + timeout, timeout)
+            meanwhile()
+            self._wait_ready(deadline, timeout)
         except BaseException:
             self.stop(0)
             raise

@@ -124,6 +124,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_packed_anew(start, folder, caplog, damage) -> None:
+    caplog.set_level("WARNING", logger=weight_cache.__name__)
     wanted = contents(start(weight_cache_bytes=0))
     start()
     (file,) = kept(folder)

@@ -21,7 +21,8 @@ from banyan.managers.processes.health import Health
 from banyan.managers.request_stats import RequestStats
 from banyan.managers.request_validator import RequestPlan, RequestValidator
 from banyan.managers.sessions.sessions import OpenSession, SessionController
-from banyan.srt.http_server import bind, create_app, make_server
+from banyan.srt.http_server import create_app, make_server
+from banyan.srt.listen import bind
 from banyan.srt.server_args import ServerArgs
 from banyan.srt.server_state import ServerState
 

@@ -14,7 +14,7 @@ import pytest
 from banyan.managers.config import ModelInfo, SchedulerInfo
 from banyan.managers.errors import EngineDeadError, StartError
 from banyan.srt import cli, model_source, serve
-from banyan.srt.http_server import bind
+from banyan.srt.listen import bind
 from banyan.srt.server_args import ServerArgs
 from banyan.version import __version__
 
@@ -36,10 +36,12 @@ def test_import_is_light() -> None:
 
 
 def test_serving_never_loads_torch() -> None:
-    code = "import sys, banyan.srt.serve; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "transformers", "pickle5"} & set(loaded)
-    assert "fastapi" in loaded
+    code = "import sys, banyan.srt.serve; print(*sys.modules); import banyan.srt.life; print('; life'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    before_children, served = (part.split() for part in done.split("; life"))
+    assert not {"torch", "transformers", "pickle5"} & set(served)
+    assert "fastapi" in served
+    assert not {"fastapi", "pydantic", "uvicorn", "prometheus_client"} & set(before_children), "imported while the children load"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,6 +68,6 @@ def test_probes_are_not_traced() -> None:
 
 
 def test_nothing_is_loaded_when_tracing_is_off() -> None:
-    code = "import sys, banyan.srt.serve; print(*sys.modules)"
+    code = "import sys, banyan.srt.life; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not [name for name in loaded if name.startswith(("opentelemetry.sdk", "opentelemetry.exporter"))]
