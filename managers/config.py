@@ -16,6 +16,7 @@ __all__ = [
     "Layout",
     "ModelInfo",
     "RankLinks",
+    "RayOptions",
     "RunnerConfig",
     "SchedulerConfig",
     "SchedulerInfo",
@@ -138,6 +139,12 @@ class SchedulerInfo(msgspec.Struct, frozen=True, kw_only=True):
     explain: dict[str, str] = {}
 
 
+class RayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Replicas in a Ray cluster. A rank takes so many of a node's CPUs, and a GPU if it computes on one."""
+
+    cpus_per_rank: int = 1
+
+
 class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The controller of replicas; scheduler is what each of their schedulers would be alone."""
 
@@ -147,6 +154,7 @@ class ControllerConfig(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int
     load_balance_method: str = "round_robin"
     restart_budget: int = 3  # of each replica, within an hour
+    ray: RayOptions | None = None  # None: the replicas run on this machine
     log_level: str = "info"
 
 

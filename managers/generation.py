@@ -24,9 +24,6 @@ UNSUPPORTED = (
     "lora_path",
     "return_routed_experts",
     "return_sampling_mask",
-    "bootstrap_host",
-    "bootstrap_port",
-    "bootstrap_room",
     "disagg_prefill_dp_rank",
 )
 
@@ -53,6 +50,9 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     routing_key: str | None = None
     data_parallel_rank: int | None = None  # the replica that computes it; None: as the load balancer says
     routed_dp_rank: int | None = None  # another name of it
+    bootstrap_host: str | list[str] | None = None  # these three are what a gateway tells engines that share a request;
+    bootstrap_port: int | list[int | None] | None = None  # the room also says which replica gets it, where
+    bootstrap_room: int | list[int] | None = None  # --load-balance-method follow_bootstrap_room; of a batch: room, room + 1, ...
     timeout: float | None = None  # seconds until the request ends wherever it is
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] | None = None  # -1, the default: none of the prompt

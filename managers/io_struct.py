@@ -127,7 +127,8 @@ class GenerateReq(Message):
     priority: int | None = None
     cache_hint: CacheHint | None = None
     routing_key: str = ""
-    data_parallel_rank: int | None = None  # for the controller of replicas
+    data_parallel_rank: int | None = None  # for the controller of replicas, as is the next one
+    bootstrap_room: int | None = None
     bad_word_ids: list[list[int]] = []  # the token sequences of sampling_params.bad_words
     logit_processor: str = ""
     logprobs: LogprobParams | None = None
@@ -292,6 +293,7 @@ class Heartbeat(Message):
     """Sent by each scheduler once a second.
 
     loop_age: seconds since its loop last turned; forward_age: seconds that the forward pass under way has taken, 0 if none is.
+    replicas: those of which this is the sum, by number, if a controller of replicas sends it.
     """
 
     loop_age: float
@@ -301,6 +303,7 @@ class Heartbeat(Message):
     num_used_tokens: int = 0  # of the KV cache, by requests
     gen_throughput: float = 0.0  # output tokens per second
     cache_hit_rate: float = 0.0  # share of the prompt tokens of all admitted requests that the cache had
+    replicas: dict[int, Heartbeat] = {}
 
 
 class Ended(Message):

@@ -1,22 +1,25 @@
 """Sockets between the processes: ZMQ over ipc:// in a private directory, msgspec messages, nothing ever unpickled.
 
-A link has one reader, which binds, and any number of writers, which connect.
+A link has one reader, which binds, and any number of writers, which connect. Between machines links are TCP with CURVE keys that
+follow from a shared token, so that who does not know the token can neither speak nor read.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
 import zmq.asyncio
+import zmq.utils.z85
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel's limit is 107 with the terminator
 PREFIX = "banyan-"
@@ -27,12 +30,13 @@ T = TypeVar("T")
 
 
 class IpcNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of one engine's sockets, named after their reader."""
+    """Addresses of one engine's sockets, named after their reader. token: the secret of those that are TCP."""
 
     directory: str
     scheduler: str
     detokenizer: str
     tokenizer: str
+    token: str = ""
 
     @classmethod
     def create(cls) -> IpcNames:
@@ -87,19 +91,45 @@ def _is_dead(directory: Path) -> bool:
     return True
 
 
+def curve_keys(token: str) -> tuple[bytes, bytes]:
+    """(public, secret) that follow from a token."""
+    secret: bytes = zmq.utils.z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"banyan-ranks").digest())
+    return zmq.curve_public(secret), secret
+
+
+def guard_binding(socket: zmq.Socket[Any], token: str) -> None:
+    """Only who knows the token may connect."""
+    socket.set(zmq.CURVE_SERVER, 1)
+    socket.set(zmq.CURVE_SECRETKEY, curve_keys(token)[1])
+
+
+def guard_connecting(socket: zmq.Socket[Any], token: str) -> None:
+    """Speak only with who knows the token."""
+    own_public, own_secret = zmq.curve_keypair()
+    socket.set(zmq.CURVE_SERVERKEY, curve_keys(token)[0])
+    socket.set(zmq.CURVE_PUBLICKEY, own_public)
+    socket.set(zmq.CURVE_SECRETKEY, own_secret)
+
+
 class Sender:
     """The writing end of a link. Not safe to share between threads."""
 
-    def __init__(self, context: zmq.Context[Any], address: str) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, token: str = "") -> None:
         self._socket = context.socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 1000)
+        if address.startswith("tcp:"):
+            guard_connecting(self._socket, token)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; never blocks."""
-        self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+        self.send_bytes(self._encoder.encode(message))
+
+    def send_bytes(self, data: bytes) -> None:
+        """Queue an encoded message; never blocks."""
+        self._socket.send(data, zmq.NOBLOCK)
 
     def close(self, *, linger: bool = True) -> None:
         """Close; without ``linger`` what has not left yet is dropped."""
@@ -109,10 +139,12 @@ class Sender:
 class Receiver(Generic[T]):
     """The reading end of a link; ``message_types`` is the union of what may arrive."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, message_types: Any) -> None:
+    def __init__(self, context: zmq.Context[Any], address: str, message_types: Any, token: str = "") -> None:
         self._socket: zmq.Socket[Any] = context.socket(zmq.PULL)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.LINGER, 0)
+        if address.startswith("tcp:"):
+            guard_binding(self._socket, token)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(message_types)
 
@@ -121,14 +153,22 @@ class Receiver(Generic[T]):
         """To be polled."""
         return self._socket
 
+    @property
+    def address(self) -> str:
+        """Where it is bound, with the port that a wildcard became."""
+        return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
+
     def receive_all(self) -> list[T]:
         """All messages that are here now; never blocks."""
-        messages: list[T] = []
+        return [self._decoder.decode(data) for data in self.receive_bytes()]
+
+    def receive_bytes(self) -> Iterator[bytes]:
+        """The same, as they came."""
         while True:
             try:
-                messages.append(self._decoder.decode(self._socket.recv(zmq.NOBLOCK)))
+                yield self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return messages
+                return
 
     def take(self, own: Callable[[], list[T]]) -> list[T]:
         """The messages that are here, behind what the caller has to say itself."""

@@ -62,12 +62,16 @@ class RequestTrack:
         found: dict[str, float] = {}
         if self.sent:
             found["tokenize"] = self.sent - self.created
-        if self.timings is not None:
+        if self.timings is not None and self._on_this_clock(self.timings):
             found["queue"] = self.timings.seated - self.sent
             found["prefill"] = self.timings.sampled - self.timings.seated
             if self.ended:
                 found["decode"] = self.ended - self.timings.sampled
         return {name: max(seconds, 0.0) for name, seconds in found.items()}
+
+    def _on_this_clock(self, timings: Timings) -> bool:
+        """False for the times of another machine."""
+        return self.sent <= timings.seated <= timings.sampled <= (self.first or time.monotonic())
 
 
 class Watcher(Protocol):

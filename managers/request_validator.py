@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
+from .bootstrap import rooms_of
 from .config import SchedulerInfo, TokenizerManagerConfig
 from .constrained.thinking import ThinkingPlanner
 from .continuations import continued, departure
@@ -70,6 +71,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     explicit_limits: list[bool]  # the request itself brought max_new_tokens
     namespaces: list[tuple[str, str]]  # extra_key and cache_salt
     processors: list[str]
+    rooms: Sequence[int | None]
     logprobs: list[LogprobParams | None]  # start_len may be -1 still
     hidden: list[bool]  # of each prompt: hidden states are wanted
     rids: list[str]
@@ -139,6 +141,7 @@ class RequestValidator:
             explicit_limits=["max_new_tokens" in values for values in given],
             namespaces=list(zip(extra_keys, cache_salts, strict=True)),
             processors=self._processors(request, num_prompts),
+            rooms=rooms_of(request, num_prompts),
             logprobs=logprob_plans(
                 request, num_prompts, max_top_num=min(self._max_top_logprobs, self._vocab_size), vocab_size=self._vocab_size
             ),
@@ -185,6 +188,7 @@ class RequestValidator:
                         cache_hint=plan.service.cache_hint,
                         routing_key=plan.service.routing_key,
                         data_parallel_rank=plan.service.data_parallel_rank,
+                        bootstrap_room=plan.rooms[index],
                         timeout=plan.service.timeout,
                         input_embeds=b"" if own is None else own.tobytes(),
                         embeds_key="" if own is None else embeds_key(own),

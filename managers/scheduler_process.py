@@ -32,7 +32,7 @@ from .decisions.log import Recorder
 from .event_loop import EventLoop, make_loop
 from .faults import Faults
 from .io_struct import Ended, Heartbeat, TokenOutput
-from .ipc import Sender
+from .ipc import IpcNames, Sender
 from .live_table import LiveTable
 from .output_stream import OutputStream
 from .pace import explain_pace, with_pace
@@ -112,7 +112,7 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
     reporter = Reporter(scheduler, tell)
     group.start(reports.fatal)
     if group.leads:
-        threading.Thread(target=pulse.beat, args=(context, config.ipc.tokenizer), daemon=True, name="heartbeat").start()
+        threading.Thread(target=pulse.beat, args=(context, config.ipc), daemon=True, name="heartbeat").start()
     logger.info("The scheduler is ready after %s", clock.lap("caches"))
     reports(msgspec.to_builtins(info))
     try:
@@ -277,9 +277,9 @@ class Pulse:
     def turned(self) -> None:
         self.last_turn = time.monotonic()
 
-    def beat(self, context: zmq.Context[Any], address: str) -> None:
+    def beat(self, context: zmq.Context[Any], ipc: IpcNames) -> None:
         """Send until the context is destroyed."""
-        sender = Sender(context, address)
+        sender = Sender(context, ipc.tokenizer, ipc.token)
         try:
             while True:
                 sender.send(self._heartbeat(time.monotonic()))

@@ -115,8 +115,9 @@ class Engine(EngineControl):
 
         named: stream, rid, session_params, priority, routing_key, timeout, extra_key, cache_salt, incremental,
         return_prompt_token_ids, return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, return_text_in_logprobs,
-        custom_logit_processor, return_hidden_states, and input_embeds in the place of a prompt: float [T, hidden] as lists, an
-        array or a tensor, or a list of such. The other arguments of SGLang's generate exist, in its order, and must be unset.
+        custom_logit_processor, data_parallel_rank, bootstrap_room, return_hidden_states, and input_embeds in the place of a prompt:
+        float [T, hidden] as lists, an array or a tensor, or a list of such. The other arguments of SGLang's generate exist, in its
+        order, and must be unset.
         """
         request = _request(prompt, sampling_params, input_ids, more, named)
         if not request.stream:

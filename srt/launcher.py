@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import time
@@ -49,6 +50,8 @@ class Launched:
 
 def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
     """Start the engine's processes. Raises StartError, with a child's traceback in ``detail``, after cleaning up."""
+    if args.use_ray and importlib.util.find_spec("ray") is None:
+        raise StartError("--use-ray needs Ray: pip install 'banyan-engine[ray]'.")
     model_path = os.fspath(resolve_model(args.model_path, args.revision, args.download_dir).path)
     ipc = IpcNames.create()
     group = ProcessGroup()
@@ -69,8 +72,8 @@ def launch(args: ServerArgs, *, timeout: float = START_TIMEOUT) -> Launched:
 
 
 def _scheduler_specs(args: ServerArgs, ipc: IpcNames, model_path: str) -> list[ChildSpec]:
-    """One process per rank of this machine, or a controller that starts the ranks of all replicas."""
-    if args.dp_size > 1:
+    """One process per rank of this machine, or a controller that starts the ranks of all replicas, here or in a Ray cluster."""
+    if args.dp_size > 1 or args.use_ray:
         config = args.controller_config(ipc, model_path)
         return [ChildSpec(name="scheduler controller", kind="controller", config=config)]
     configs = rank_configs(args.scheduler_config(ipc, model_path), args.layout())

@@ -85,6 +85,14 @@ HISTOGRAMS = {
     "generation_tokens_histogram": ((), "request_generation_tokens", "Tokens of outputs"),
     "request_time_per_output_token_seconds": ((), "request_time_per_output_token_seconds", "Mean time between tokens of a request"),
 }
+# of each replica that is up, with the label dp_rank; the name is banyan:replica_<name>
+REPLICA_GAUGES = {
+    "num_running": "Requests that run on a replica",
+    "num_waiting": "Requests that wait on a replica",
+    "num_used_tokens": "KV slots that requests hold on a replica",
+    "gen_throughput": "Output tokens per second of a replica",
+    "cache_hit_rate": "Share of all prompt tokens of a replica that were found in its cache",
+}
 STAGES = {"prefill": "request_prefill_time_seconds", "decode": "request_decode_time_seconds"}
 
 router = APIRouter()
@@ -248,6 +256,11 @@ def _own(state: ServerState, tm: TokenizerManager, labels: Labels) -> Iterator[M
     for phase, seconds in {**state.clock.phases, "total": state.startup_time or 0.0}.items():
         startup.add_metric([*labels.values(), phase], seconds)
     yield startup
+    for name, text in REPLICA_GAUGES.items():
+        family = GaugeMetricFamily(f"banyan:replica_{name}", text, labels=[*labels, "dp_rank"])
+        for rank, beat in tm.health().replicas.items():
+            family.add_metric([*labels.values(), str(rank)], getattr(beat, name))
+        yield family
 
 
 def _http(counts: HttpCounts) -> Iterator[Metric]:

@@ -314,10 +314,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
         ),
     ] = 1
     load_balance_method: Annotated[
-        Literal["round_robin", "total_requests", "total_tokens", "cache_aware"],
+        Literal["round_robin", "total_requests", "total_tokens", "cache_aware", "follow_bootstrap_room"],
         Meta(
-            description="Which replica gets a request: the next, that with the fewest requests or tokens to do, or that with the "
-            "least to do, the part of the prompt that it must compute included"
+            description="Which replica gets a request: the next, that with the fewest requests or tokens to do, that with the "
+            "least to do, the part of the prompt that it must compute included, or that which bootstrap_room modulo --dp-size names"
         ),
     ] = "round_robin"
     nnodes: Annotated[Positive, Meta(description="Machines that the ranks are divided among; serve is started on each")] = 1
@@ -339,6 +339,10 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     dist_timeout: Annotated[
         Seconds, Meta(description="Seconds without a sign of life after which a rank counts as lost and its group ends")
     ] = 15.0
+    use_ray: Annotated[
+        bool, Meta(description="Place the replicas in the Ray cluster that this machine belongs to, or that of RAY_ADDRESS")
+    ] = False
+    ray_cpus_per_rank: Annotated[Positive, Meta(description="CPUs of a Ray node, and threads on a CPU, that each rank takes")] = 1
     check_decisions: Annotated[
         bool, Meta(description="Compare every decision of every rank with rank 0's, and end at the first difference")
     ] = False
@@ -430,6 +434,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             if self.dp_size > 1:
                 raise StartError("--dp-size above 1 needs --nnodes 1: replicas of several machines are servers of their own.")
             self.layout().check_sizes()
+            if self.use_ray:
+                raise StartError("--use-ray finds the machines itself: it does not go with --nnodes.")
 
     def layout(self) -> Layout:
         """How the ranks are laid out."""
@@ -536,7 +542,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
 
     def controller_config(self, ipc: IpcNames, local_model_path: str) -> ControllerConfig:
         """Config of the controller of replicas."""
-        from ..managers.config import ControllerConfig
+        from ..managers.config import ControllerConfig, RayOptions
 
         return ControllerConfig(
             ipc=ipc,
@@ -545,6 +551,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             dp_size=self.dp_size,
             load_balance_method=self.load_balance_method,
             restart_budget=self.restart_budget,
+            ray=RayOptions(cpus_per_rank=self.ray_cpus_per_rank) if self.use_ray else None,
             log_level=self.log_level,
         )
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -32,16 +33,16 @@ from ..io_struct import (
     ReleaseHoldReq,
     SchedulerReport,
     ShutdownReq,
-    ToController,
     TokenOutput,
     ToScheduler,
     UpdateWeightsReq,
 )
 from ..ipc import Receiver, Sender
 from ..processes.recovery import REPLICA_LOST
-from .replicas import Changes, ReplicaGroup, replica_config, replica_specs
-from .replies import Call, merge_heartbeats, merge_reports
-from .routing import Replica, Router
+from .replica_link import ReplicaLinks
+from .replicas import Changes, Replica, ReplicaGroup
+from .replies import NO_BEAT, Call, merge_heartbeats, merge_reports
+from .routing import Load, Router
 
 logger = logging.getLogger(__name__)
 
@@ -52,65 +53,91 @@ STOP_TIMEOUT = 8.0
 def run_controller(config: ControllerConfig, ready: Callable[[dict[str, Any]], None]) -> None:
     """Start the replicas and serve until ShutdownReq. Raises StartError, or RuntimeError when no replica is left."""
     context, changes = zmq.Context(), Changes()
-    groups = [ReplicaGroup(index, replica_specs(config, index), changes.put) for index in range(config.dp_size)]
-    try:
-        with ThreadPoolExecutor(len(groups)) as pool:
-            for future in [pool.submit(group.start) for group in groups]:
-                future.result()
-        controller = Controller(config, context, groups, changes)
-        ready(msgspec.to_builtins(merged_info([group.info for group in groups if group.info], config.load_balance_method)))
-        controller.serve()
-    finally:
-        with ThreadPoolExecutor(len(groups)) as pool:
-            list(pool.map(lambda group: group.stop(STOP_TIMEOUT), groups))
-        context.destroy(linger=1000)
+    with replicas_of(config, changes.put) as groups:
+        try:
+            links = ReplicaLinks(context)
+            addresses = [links.renew(index, group.new_ipc()) for index, group in enumerate(groups)]
+            with ThreadPoolExecutor(len(groups)) as pool:
+                for future in [pool.submit(group.start, ipc) for group, ipc in zip(groups, addresses, strict=True)]:
+                    future.result()
+            controller = Controller(config, context, groups, links, changes)
+            ready(msgspec.to_builtins(merged_info(groups, config.load_balance_method)))
+            controller.serve()
+        finally:
+            with ThreadPoolExecutor(len(groups)) as pool:
+                list(pool.map(lambda group: group.stop(STOP_TIMEOUT), groups))
+            context.destroy(linger=1000)
 
 
-def merged_info(infos: list[SchedulerInfo], method: str) -> SchedulerInfo:
+@contextmanager
+def replicas_of(config: ControllerConfig, report: Callable[[int, str], None]) -> Iterator[Sequence[Replica]]:
+    """The replicas, on this machine or in a Ray cluster; none has started yet."""
+    if config.ray is None:
+        yield [ReplicaGroup(config, index, report) for index in range(config.dp_size)]
+        return
+    from . import ray_replicas
+
+    with ray_replicas.connected(config.ray) as cluster:
+        yield [ray_replicas.RayReplica(config, cluster, index, report) for index in range(config.dp_size)]
+
+
+def merged_info(groups: Sequence[Replica], method: str) -> SchedulerInfo:
     """What the engine can do: any replica may get a request, so the smallest one's limits hold."""
+    infos = [group.info for group in groups if group.info]
     least = min(infos, key=lambda info: info.max_req_len)
+    places = ", ".join(f"{index} on {group.where}" for index, group in enumerate(groups) if group.where)
+    explained = f"{len(infos)}, each as told here; requests go by {method}" + (f"; {places}" if places else "")
     return msgspec.structs.replace(
         least,
         max_running_requests=sum(info.max_running_requests for info in infos),
         dp_size=len(infos),
-        explain={**least.explain, "replicas": f"{len(infos)}, each as told here; requests go by {method}"},
+        explain={**least.explain, "replicas": explained},
     )
 
 
 class Controller:
     """The loop over all sockets."""
 
-    def __init__(self, config: ControllerConfig, context: zmq.Context[Any], groups: list[ReplicaGroup], changes: Changes) -> None:
-        ipcs = [replica_config(config, index).ipc for index in range(config.dp_size)]
+    def __init__(
+        self,
+        config: ControllerConfig,
+        context: zmq.Context[Any],
+        groups: Sequence[Replica],
+        links: ReplicaLinks,
+        changes: Changes,
+    ) -> None:
+        """The replicas have started."""
         self._config = config
         self._groups = groups
+        self._links = links
         self._changes = changes
-        self._router = Router(config.load_balance_method, [Replica() for _ in groups])
+        self._router = Router(config.load_balance_method, [Load() for _ in groups])
         self._inbox: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
-        self._replies: list[Receiver[Any]] = [Receiver(context, ipc.tokenizer, ToController) for ipc in ipcs]
-        self._senders = [Sender(context, ipc.scheduler) for ipc in ipcs]
         self._to_tokenizer = Sender(context, config.ipc.tokenizer).send
-        self._to_detokenizer = Sender(context, config.ipc.detokenizer).send
+        self._detokenizer = Sender(context, config.ipc.detokenizer)
         self._calls: dict[int, Call] = {}
         self._news: dict[int, dict[type, Any]] = {}  # newest heartbeat and report of each replica
         self._lasting: dict[str, Any] = {}  # what a replica that comes back must be told first: grammars, a pause
         self._sessions: dict[str, int] = {}  # the replica that holds a streaming session's KV
         self._returning: set[int] = set()  # replicas that are being started again
         self._shutdown = False
+        for index, group in enumerate(groups):
+            links[index].connect(group.address)
 
     def serve(self) -> None:
         """Until ShutdownReq."""
-        poller = zmq.Poller()
-        for receiver in (self._inbox, *self._replies):
-            poller.register(receiver.socket, zmq.POLLIN)
+        poller = self._links.poller
+        poller.register(self._inbox.socket, zmq.POLLIN)
         poller.register(self._changes.fd, zmq.POLLIN)
         due = time.monotonic()
         while not self._shutdown:
             poller.poll(max(round((due - time.monotonic()) * 1000), 0))
             for index, why in self._changes.take():
                 self._changed(index, why)
-            for index, receiver in enumerate(self._replies):
-                for reply in receiver.receive_all():
+            for index, link in self._links.items():
+                for data in link.receive_output():
+                    self._detokenizer.send_bytes(data)
+                for reply in link.receive_all():
                     self._take_reply(index, reply)
             for message in self._inbox.receive_all():
                 self._take(message)
@@ -130,12 +157,12 @@ class Controller:
         elif isinstance(message, AbortReq) and not message.abort_all:
             pending = self._router.pending.get(message.rid)
             if pending:
-                self._senders[pending.replica].send(message)
+                self._links[pending.replica].send(message)
         else:
             self._send_to_all(message)
 
     def _route(self, message: GenerateReq) -> None:
-        pinned = message.data_parallel_rank
+        pinned = self._router.pinned(message.data_parallel_rank, message.bootstrap_room)
         if message.session_hold:
             pinned = self._sessions.get(message.session_hold, pinned)
         namespace = f"{message.extra_key}\0{message.cache_salt}"
@@ -147,7 +174,7 @@ class Controller:
             return
         if message.session_hold:
             self._sessions[message.session_hold] = index
-        self._senders[index].send(message)
+        self._links[index].send(message)
 
     def _send_to_all(self, message: Any) -> None:
         self._remember(message)
@@ -155,7 +182,7 @@ class Controller:
         if hasattr(message, "call_id"):
             self._calls[message.call_id] = Call(message, set(alive))
         for index in alive:
-            self._senders[index].send(message)
+            self._links[index].send(message)
         if hasattr(message, "call_id") and not alive:
             self._answer(message.call_id)
         self._shutdown = self._shutdown or isinstance(message, ShutdownReq)
@@ -210,7 +237,11 @@ class Controller:
         self._to_tokenizer(reply)
 
     def _beat(self) -> None:
-        self._to_tokenizer(merge_heartbeats([news[Heartbeat] for news in self._news.values() if Heartbeat in news]))
+        for index in self._alive:
+            limit, silent = self._groups[index].silence, time.monotonic() - self._links[index].heard
+            if limit is not None and silent > limit:
+                self._groups[index].lose(f"it gave no sign of life for {silent:.0f} s")
+        self._to_tokenizer(merge_heartbeats({index: self._news.get(index, {}).get(Heartbeat, NO_BEAT) for index in self._alive}))
         reports = [news[SchedulerReport] for news in self._news.values() if SchedulerReport in news]
         if reports:
             self._to_tokenizer(merge_reports(reports))
@@ -220,10 +251,12 @@ class Controller:
     def _changed(self, index: int, why: str) -> None:
         if not why:
             logger.warning("replica %d serves again", index)
+            self._links[index].connect(self._groups[index].address)
             for message in self._lasting.values():
-                self._senders[index].send(message)
+                self._links[index].send(message)
             self._router.up(index)
             self._returning.discard(index)
+            self._beat()
             return
         logger.error("replica %d is lost: %s", index, why)
         self._news.pop(index, None)
@@ -235,7 +268,7 @@ class Controller:
             if not self._calls[call_id].waiting:
                 self._answer(call_id)
         self._returning.discard(index)
-        if self._groups[index].restart(self._config.restart_budget):
+        if self._groups[index].restart(self._links.renew(index, self._groups[index].new_ipc()), self._config.restart_budget):
             self._returning.add(index)
         elif not self._alive and not self._returning:
             raise RuntimeError(f"no replica is left; the last one, {index}, was lost: {why.splitlines()[0]}")
@@ -244,7 +277,7 @@ class Controller:
         """The last row of a request that its replica will not finish. Its text so far is dropped with its stream; the tokenizer
         manager sends it again if there was none."""
         reason = FinishReason(kind="abort", message=why, status_code=503, err_type=err_type)
-        self._to_detokenizer(
+        self._detokenizer.send(
             TokenOutput(
                 rids=[rid],
                 token_ids=b"",

@@ -2,77 +2,116 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
 from ..config import ControllerConfig, SchedulerConfig, SchedulerInfo
 from ..errors import BanyanError, EngineDeadError
+from ..ipc import IpcNames
 from ..processes.process_group import ChildSpec, ProcessGroup
-from ..ranks.layout import meeting_again, rank_configs, rank_name
-
-logger = logging.getLogger(__name__)
+from ..ranks.layout import rank_configs, rank_name
 
 WINDOW = 3600.0  # seconds in which the deaths of a replica are counted
 START_TIMEOUT = 1800.0
 
 
-class ReplicaGroup:
-    """The processes of one replica. report(index, why) is called on any thread: it is lost, or with an empty text back again."""
+class Replica(Protocol):
+    """A replica as the controller starts it. report(index, why) is called on any thread: it is lost, or with an empty text back."""
 
-    def __init__(self, index: int, specs: list[ChildSpec], report: Callable[[int, str], None]) -> None:
-        self.index = index
+    info: SchedulerInfo | None  # once it has started
+    address: str  # where its present run listens
+    where: str  # the machine, for people; empty: this one
+    silence: float | None  # seconds without a sign of life after which a run counts as lost; None: its processes are watched
+
+    def new_ipc(self) -> IpcNames:
+        """Addresses for another run."""
+
+    def start(self, ipc: IpcNames) -> None:
+        """Start a run and wait until it is ready. Raises StartError."""
+
+    def restart(self, ipc: IpcNames, budget: int) -> bool:
+        """Stop what is left and start another run on a thread of its own; False if it was lost too often."""
+
+    def lose(self, why: str) -> None:
+        """The present run counts as lost."""
+
+    def stop(self, timeout: float) -> None:
+        """Stop it for good; it gets ``timeout`` seconds to leave by itself."""
+
+
+class Losses:
+    """How often a replica was lost within an hour."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque()
+
+    def add(self) -> int:
+        """Once more; how often."""
+        now = time.monotonic()
+        while self._times and now - self._times[0] > WINDOW:
+            self._times.popleft()
+        self._times.append(now)
+        return len(self._times)
+
+
+class ReplicaGroup:
+    """The processes of a replica on this machine."""
+
+    where = ""
+    silence: float | None = None
+
+    def __init__(self, config: ControllerConfig, index: int, report: Callable[[int, str], None]) -> None:
         self.info: SchedulerInfo | None = None
-        self._specs = specs
+        self.address = ""
+        self._config = config
+        self._index = index
         self._report = report
         self._group = ProcessGroup()
-        self._deaths: deque[float] = deque()
+        self._losses = Losses()
+        self._run = 0
 
-    def start(self) -> None:
-        """Raises StartError."""
-        payloads = self._group.start(self._specs, START_TIMEOUT)
-        self.info = msgspec.convert(payloads[self._specs[0].name], SchedulerInfo)
+    def new_ipc(self) -> IpcNames:
+        ipc, self._run = self._config.ipc, self._run + 1
+        own = f"ipc://{ipc.directory}/{{}}-{self._index}" + (f"-{self._run}" if self._run > 1 else "")
+        return msgspec.structs.replace(ipc, scheduler=own.format("scheduler"), tokenizer=own.format("replies"))
+
+    def start(self, ipc: IpcNames) -> None:
+        layout = msgspec.structs.replace(self._config.layout, replica=self._index, num_replicas=self._config.dp_size)
+        configs = rank_configs(replica_config(self._config, self._index, ipc, self.info), layout)
+        specs = [ChildSpec(name=f"replica {self._index}'s {rank_name(one)}", kind="scheduler", config=one) for one in configs]
+        payloads = self._group.start(specs, START_TIMEOUT)
+        self.info = msgspec.convert(payloads[specs[0].name], SchedulerInfo)
+        self.address = ipc.scheduler
         self._group.watch(self._died)
 
     def _died(self, error: EngineDeadError) -> None:
-        self._report(self.index, f"{error}\n{error.detail}" if error.detail else str(error))
+        self._report(self._index, f"{error}\n{error.detail}" if error.detail else str(error))
 
-    def restart(self, budget: int) -> bool:
-        """Stop what is left of it and start it again on a thread of its own; False if it has died too often."""
-        now = time.monotonic()
-        while self._deaths and now - self._deaths[0] > WINDOW:
-            self._deaths.popleft()
-        self._deaths.append(now)
-        may = len(self._deaths) <= budget
-        threading.Thread(target=self._again if may else self.stop, name=f"restart-{self.index}", daemon=True).start()
+    def restart(self, ipc: IpcNames, budget: int) -> bool:
+        may = self._losses.add() <= budget
+        again = partial(self._again, ipc) if may else self.stop
+        threading.Thread(target=again, name=f"restart-{self._index}", daemon=True).start()
         return may
 
-    def _again(self) -> None:
+    def _again(self, ipc: IpcNames) -> None:
         old, self._group = self._group, ProcessGroup()
         old.stop(0)
-        attempt = time.monotonic_ns()
-        self._specs = [self._renewed(spec, attempt) for spec in self._specs]
         try:
-            self.start()
+            self.start(ipc)
         except BanyanError as error:
-            self._report(self.index, str(error))
+            self._report(self._index, str(error))
         else:
-            self._report(self.index, "")
+            self._report(self._index, "")
 
-    def _renewed(self, spec: ChildSpec, attempt: int) -> ChildSpec:
-        runner = spec.config.runner
-        total = self.info.max_total_num_tokens if self.info else runner.max_total_tokens
-        runner = msgspec.structs.replace(runner, max_total_tokens=total, ranks=meeting_again(runner.ranks, attempt))
-        return msgspec.structs.replace(spec, config=msgspec.structs.replace(spec.config, runner=runner))
-
-    def pids(self) -> list[int]:
-        return self._group.pids()
+    def lose(self, why: str) -> None:
+        """Never: the processes are watched."""
 
     def stop(self, timeout: float = 0.0) -> None:
         self._group.stop(timeout)
@@ -102,18 +141,11 @@ class Changes:
         return changes
 
 
-def replica_config(config: ControllerConfig, index: int) -> SchedulerConfig:
-    """The config of a replica's schedulers: sockets of its own, and its answers come to the controller."""
-    base, directory = config.scheduler, config.ipc.directory
-    ipc = msgspec.structs.replace(
-        config.ipc, scheduler=f"ipc://{directory}/scheduler-{index}", tokenizer=f"ipc://{directory}/replies-{index}"
-    )
+def replica_config(config: ControllerConfig, index: int, ipc: IpcNames, info: SchedulerInfo | None) -> SchedulerConfig:
+    """The config of a replica's schedulers. info: of an earlier run, whose size must hold for the next: requests were checked
+    against it."""
+    base = config.scheduler
     record = f"{base.record_decisions}.dp{index}" if base.record_decisions else None
-    return msgspec.structs.replace(base, ipc=ipc, record_decisions=record, tells_ended=True)
-
-
-def replica_specs(config: ControllerConfig, index: int) -> list[ChildSpec]:
-    """What to start for a replica."""
-    layout = msgspec.structs.replace(config.layout, replica=index, num_replicas=config.dp_size)
-    configs: list[Any] = rank_configs(replica_config(config, index), layout)
-    return [ChildSpec(name=f"replica {index}'s {rank_name(one)}", kind="scheduler", config=one) for one in configs]
+    total = info.max_total_num_tokens if info else base.runner.max_total_tokens
+    runner = msgspec.structs.replace(base.runner, max_total_tokens=total)
+    return msgspec.structs.replace(base, ipc=ipc, runner=runner, record_decisions=record, tells_ended=True)

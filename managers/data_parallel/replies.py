@@ -41,8 +41,7 @@ class Call:
         if isinstance(self.message, ReadWeightReq):  # all have the same weights
             return next(iter(states.values()))
         merged = merge_states(list(states.values()))
-        if len(states) > 1:
-            merged["replicas"] = [{"dp_rank": index, **state} for index, state in states.items()]
+        merged["replicas"] = [{"dp_rank": index, **state} for index, state in states.items()]
         return merged
 
 
@@ -62,10 +61,14 @@ def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def merge_heartbeats(beats: list[Heartbeat]) -> Heartbeat:
-    """Of replicas: the engine turns as long as one of them does."""
+NO_BEAT = Heartbeat(loop_age=0.0, forward_age=0.0, num_running=0, num_waiting=0)
+
+
+def merge_heartbeats(by_replica: dict[int, Heartbeat]) -> Heartbeat:
+    """Of the replicas that are up: the engine turns as long as one of them does."""
+    beats = list(by_replica.values())
     if not beats:
-        return Heartbeat(loop_age=0.0, forward_age=0.0, num_running=0, num_waiting=0)
+        return NO_BEAT
     liveliest = min(beats, key=lambda beat: max(beat.loop_age, beat.forward_age))
     return Heartbeat(
         loop_age=liveliest.loop_age,
@@ -75,6 +78,7 @@ def merge_heartbeats(beats: list[Heartbeat]) -> Heartbeat:
         num_used_tokens=sum(beat.num_used_tokens for beat in beats),
         gen_throughput=sum(beat.gen_throughput for beat in beats),
         cache_hit_rate=sum(beat.cache_hit_rate for beat in beats) / len(beats),
+        replicas=by_replica,
     )
 
 

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-METHODS = ("round_robin", "total_requests", "total_tokens", "cache_aware")
+METHODS = ("round_robin", "total_requests", "total_tokens", "cache_aware", "follow_bootstrap_room")
 BLOCK = 16  # tokens that the approximate tree knows as one
 MAX_BLOCKS = 1 << 18
 
@@ -25,7 +25,7 @@ class Pending:
 
 
 @dataclass(slots=True)
-class Replica:
+class Load:
     """What the router knows of a replica."""
 
     alive: bool = True
@@ -91,7 +91,7 @@ class Router:
     """Chooses replicas and counts what they have to do."""
 
     method: str
-    replicas: list[Replica]
+    replicas: list[Load]
     prefixes: PrefixMap = field(default_factory=PrefixMap)
     pending: dict[str, Pending] = field(default_factory=dict)
     _last: int = -1
@@ -115,9 +115,16 @@ class Router:
         replica.total_tokens += tokens
         return chosen
 
+    def pinned(self, rank: int | None, room: int | None) -> int | None:
+        """The replica that a request names, by its rank or else by its room."""
+        if rank is None and room is not None and self.method == "follow_bootstrap_room":
+            return room % len(self.replicas)
+        return rank
+
     def _choose(self, matched: list[int]) -> int | None:
         costs: dict[str, Callable[[int], int]] = {
             "round_robin": lambda index: 0,
+            "follow_bootstrap_room": lambda index: 0,  # of a request without a room
             "total_requests": lambda index: self.replicas[index].requests,
             "total_tokens": lambda index: self.replicas[index].tokens,
             # what it has to do before, and what of the prompt it would have to compute

@@ -25,6 +25,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     num_used_tokens: int = 0
     gen_throughput: float = 0.0
     cache_hit_rate: float = 0.0
+    replicas: dict[int, Heartbeat] = {}  # those that are up, by number
 
 
 class HealthMonitor:
@@ -75,4 +76,5 @@ class HealthMonitor:
             num_used_tokens=last.num_used_tokens,
             gen_throughput=last.gen_throughput,
             cache_hit_rate=last.cache_hit_rate,
+            replicas=last.replicas or {0: last},
         )

@@ -34,7 +34,8 @@ class RankGroup:
         self._watch: RankWatch | None = None
         self._leader: LeaderInbox | None = None
         self._follower: FollowerInbox | None = None
-        receiver = Receiver[ToScheduler](context, config.ipc.scheduler, ToScheduler) if self.leads else None
+        ipc = config.ipc
+        receiver = Receiver[ToScheduler](context, ipc.scheduler, ToScheduler, ipc.token) if self.leads else None
         self.inbox: Inbox
         if receiver is None:
             self.inbox = self._follower = FollowerInbox(context, links.turns, links.token, spec.rank)
@@ -45,7 +46,7 @@ class RankGroup:
 
     def sender(self, address: str) -> Send:
         """Sends to an address, if anyone is to hear this rank."""
-        return Sender(self._context, address).send if self.leads else _silent
+        return Sender(self._context, address, self._config.ipc.token).send if self.leads else _silent
 
     def sender_of_any_thread(self, address: str) -> Send:
         """The same, for any thread. A socket belongs to one thread, so each gets one of its own."""
@@ -55,7 +56,7 @@ class RankGroup:
 
         def send(message: Any) -> None:
             if not hasattr(local, "sender"):
-                local.sender = Sender(self._context, address)
+                local.sender = Sender(self._context, address, self._config.ipc.token)
             local.sender.send(message)
 
         return send

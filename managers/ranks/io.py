@@ -7,15 +7,14 @@ token, so that who does not know the token can neither speak nor read.
 
 from __future__ import annotations
 
-import hashlib
 import socket as socketlib
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.utils.z85
 
 from ..io_struct import Message, ToScheduler
+from ..ipc import guard_binding, guard_connecting
 
 
 class Hello(Message):
@@ -58,20 +57,13 @@ ToFollower = TurnMessages
 Signs = Beat | Failure
 
 
-def curve_keys(token: str) -> tuple[bytes, bytes]:
-    """(public, secret) that follow from a token."""
-    secret: bytes = zmq.utils.z85.encode(hashlib.blake2b(token.encode(), digest_size=32, person=b"banyan-ranks").digest())
-    return zmq.curve_public(secret), secret
-
-
 def leader_socket(context: zmq.Context[Any], address: str, token: str) -> zmq.Socket[Any]:
     """Rank 0's end: a ROUTER, which names the others by their rank in two bytes."""
     socket: zmq.Socket[Any] = context.socket(zmq.ROUTER)
     _set_up(socket)
     socket.set(zmq.ROUTER_MANDATORY, 0)
     if token:
-        socket.set(zmq.CURVE_SERVER, 1)
-        socket.set(zmq.CURVE_SECRETKEY, curve_keys(token)[1])
+        guard_binding(socket, token)
     socket.bind(numeric(address))
     return socket
 
@@ -91,10 +83,7 @@ def follower_socket(context: zmq.Context[Any], address: str, token: str, rank: i
     _set_up(socket)
     socket.set(zmq.IDENTITY, identity(rank))
     if token:
-        socket.set(zmq.CURVE_SERVERKEY, curve_keys(token)[0])
-        own_public, own_secret = zmq.curve_keypair()
-        socket.set(zmq.CURVE_PUBLICKEY, own_public)
-        socket.set(zmq.CURVE_SECRETKEY, own_secret)
+        guard_connecting(socket, token)
     socket.connect(address)
     return socket
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,10 @@ def outputs(server: Server) -> list[Any]:
     return [answer["output_ids"] for answer in server.generate(text=PROMPTS, sampling_params=PARAMS)]
 
 
+def ranks_of_loads(server: Server) -> list[int]:
+    return [load["dp_rank"] for load in server.http.get("/v1/loads").json()["loads"]]
+
+
 def children(server: Server, word: str) -> list[psutil.Process]:
     """Scheduler processes of a server, by the order of their start."""
     found = [p for p in psutil.Process(server.process.pid).children(recursive=True) if word in p.cmdline()]
@@ -30,8 +35,9 @@ def children(server: Server, word: str) -> list[psutil.Process]:
 @pytest.mark.parametrize("method", ["cache_aware"])
 def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Server, tmp_path: Path, method: str) -> None:
     expected = outputs(plain)
-    with running(model, tmp_path, "--dp-size", "2", "--load-balance-method", method) as server:
+    with running(model, tmp_path, "--dp-size", "2", "--load-balance-method", method, "--enable-metrics") as server:
         assert outputs(server) == expected
+        assert ranks_of_loads(server) == [0, 1]
         for rank in (0, 1):
             answer = server.generate(text=PROMPTS[0], sampling_params=PARAMS, data_parallel_rank=rank)
             assert answer["output_ids"] == expected[0]
@@ -52,6 +58,8 @@ def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Ser
         until(lambda: "is lost" in server.text())
         assert outputs(server) == expected, "the other one goes on"
         until(lambda: "serves again" in server.text())
+        until(lambda: ranks_of_loads(server) == [0, 1], 5)
+        assert re.search(r'banyan:replica_num_running\{[^}]*dp_rank="1"', server.http.get("/metrics").text)
         assert outputs(server) == expected
         assert len(server.state()["replicas"]) == 2
         pids = [process.pid for process in children(server, "scheduler")]

@@ -24,8 +24,9 @@ from banyan.managers.faults import Faults
 from banyan.managers.inbox import CheckedSink, FollowerInbox, LeaderInbox, RanksDifferError, TurnCheck
 from banyan.managers.invariants import check_memory
 from banyan.managers.io_struct import AbortReq, FinishReason, GenerateReq, TokenOutput, pack_ids, unpack_ids
+from banyan.managers.ipc import curve_keys
 from banyan.managers.ranks.group import digests
-from banyan.managers.ranks.io import curve_keys, follower_socket, leader_socket, numeric
+from banyan.managers.ranks.io import follower_socket, leader_socket, numeric
 from banyan.managers.ranks.layout import rank_configs, rank_name
 from banyan.managers.ranks.watch import RankWatch
 from banyan.managers.sampling_params import SamplingParams

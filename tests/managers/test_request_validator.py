@@ -134,6 +134,22 @@ def test_a_priority_is_refused_only_if_it_would_be_ignored_and_that_is_not_wante
     assert caught.value.status_code == 503
 
 
+def test_where_engines_meet_is_checked_and_rooms_count_up_in_a_batch() -> None:
+    batch = {"text": ["a", "b"], "sampling_params": {"n": 2}}
+    assert [message.bootstrap_room for message in check(**batch, bootstrap_room=7)] == [7, 7, 8, 8]
+    assert [message.bootstrap_room for message in check(**batch, bootstrap_room=[9, 3])] == [9, 9, 3, 3]
+    known = check(text="a", bootstrap_host="10.0.0.1", bootstrap_port=8998, bootstrap_room=2**63 - 1)
+    assert known[0].bootstrap_room == 2**63 - 1 and check(text="a")[0].bootstrap_room is None
+    assert len(check(**batch, bootstrap_host=["h", "h"], bootstrap_port=[None, 1], bootstrap_room=0)) == 4
+    for name, values in {
+        "bootstrap_host": ["h h", "h" * 256, ["h"], ["h", "h\n"], 3],
+        "bootstrap_port": [0, 65536, [1], "8998"],
+        "bootstrap_room": [-1, 2**63 - 1, [1], [1, 2, 3], [0, -1], [0, None], 1.5, True],
+    }.items():
+        for value in values:
+            assert refused(**batch, **{name: value}).param == name, (name, value)
+
+
 def test_ids_are_bounded_by_the_models_vocabulary() -> None:
     assert unpack_ids(check(input_ids=[0, VOCAB - 1])[0].input_ids).tolist() == [0, VOCAB - 1]
     assert f"got {VOCAB} at position 1" in str(refused(input_ids=[0, VOCAB]))

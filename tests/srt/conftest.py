@@ -15,7 +15,7 @@ import pytest
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.generate_json import GenerateFormat
 from banyan.managers.generation import GenerateInput, Generation, Output
-from banyan.managers.io_struct import ControlReply, FinishReason
+from banyan.managers.io_struct import ControlReply, FinishReason, Heartbeat
 from banyan.managers.ipc import IpcNames
 from banyan.managers.processes.health import Health
 from banyan.managers.request_stats import RequestStats
@@ -209,7 +209,8 @@ class FakeManager:
         return {"num_tokens": len(message.input_ids) // 4, "would_hit": 0, "nearest": None}
 
     def health(self) -> Health:
-        return Health(heartbeat_age=0, forward_age=0, num_running=0, num_waiting=0, **self.health_now)
+        beat = Heartbeat(loop_age=0, forward_age=0, num_running=0, num_waiting=0)
+        return Health(heartbeat_age=0, forward_age=0, num_running=0, num_waiting=0, replicas={0: beat}, **self.health_now)
 
 
 class Served:

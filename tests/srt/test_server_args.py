@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from banyan.managers.errors import StartError
 from banyan.managers.ipc import IpcNames
 from banyan.managers.schedule_policy import POLICIES
 from banyan.mem_cache.eviction import EVICTION_POLICIES
+from banyan.srt.launcher import launch
 from banyan.srt.server_args import ServerArgs, add_arguments, flag, options
 
 IPC = IpcNames(directory="/d", scheduler="a", detokenizer="b", tokenizer="c")
@@ -218,3 +220,11 @@ def test_shared_fields_are_never_forgotten(name: str) -> None:
         seen |= {field: getattr(config.runner, field) for field in config.runner.__struct_fields__ if field in given}
         assert len(seen) > 15
     assert seen == {field: given[field] for field in seen}
+
+
+def test_ray_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(StartError, match=r"pip install 'banyan-engine\[ray\]'"):
+        launch(ServerArgs.from_kwargs({"use_ray": True}))
+    with pytest.raises(StartError, match="does not go with --nnodes"):
+        ServerArgs.from_kwargs({"use_ray": True, **NEEDS["nnodes"], "nnodes": 2})

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from banyan.managers.data_parallel.replies import Call, merge_heartbeats
-from banyan.managers.data_parallel.routing import BLOCK, METHODS, PrefixMap, Replica, Router
+from banyan.managers.data_parallel.routing import BLOCK, METHODS, Load, PrefixMap, Router
 from banyan.managers.io_struct import ControlReply, ExplainCacheReq, Heartbeat, InternalStateReq, pack_ids
 
 
 def router(method: str, size: int = 2) -> Router:
-    return Router(method, [Replica() for _ in range(size)])
+    return Router(method, [Load() for _ in range(size)])
 
 
 def ids(seed: int, length: int) -> bytes:
@@ -50,6 +50,12 @@ def test_a_pinned_request_goes_where_it_says_and_moves_no_turn() -> None:
     one.down(2)
     assert one.route("d", ids(0, 4), 1, pinned=2) is None
     assert "d" not in one.pending
+
+
+def test_a_room_names_its_replica_only_where_rooms_are_followed() -> None:
+    follows, other = router("follow_bootstrap_room", 3), router("round_robin", 3)
+    assert [follows.pinned(None, room) for room in (0, 4, 2**63 - 1)] == [0, 1, (2**63 - 1) % 3]
+    assert (follows.pinned(0, 1), follows.pinned(None, None), other.pinned(None, 1), other.pinned(2, 1)) == (0, None, None, 2)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -157,5 +163,7 @@ def test_answers_are_merged() -> None:
     best.replies = {index: ControlReply(call_id=5, state={"would_hit": hit}) for index, hit in ((0, 3), (1, 9))}
     assert best.merged().state == {"would_hit": 9, "dp_rank": 1}
     assert Call(InternalStateReq(call_id=6), set()).merged().success is False
-    beats = [Heartbeat(loop_age=age, forward_age=0.0, num_running=2, num_waiting=1) for age in (9.0, 0.1)]
-    assert (merge_heartbeats(beats).loop_age, merge_heartbeats(beats).num_running) == (0.1, 4)
+    beats = {rank: Heartbeat(loop_age=age, forward_age=0.0, num_running=2, num_waiting=1) for rank, age in ((0, 9.0), (2, 0.1))}
+    beat = merge_heartbeats(beats)
+    assert (beat.loop_age, beat.num_running, beat.replicas) == (0.1, 4, beats)
+    assert merge_heartbeats({}).replicas == {}

@@ -428,6 +428,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
     not_needed = {
         "stream",
         "data_parallel_rank",
+        "bootstrap_room",
         "bad_word_ids",
         "logit_processor",
         "thinking",
