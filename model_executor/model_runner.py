@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,6 +14,8 @@ from ..layers.attention.attention import bind_attention
 from ..layers.attention.base import AttentionBackend
 from ..layers.forward_batch import ForwardBatch
 from ..layers.hidden import read_hidden
+from ..layers.kernels.cpu.library import Native
+from ..layers.kernels.ops import traceable_ops
 from ..layers.logit_edits import LogitEdits
 from ..layers.logit_processor import load_processors
 from ..layers.logprob_input import packed_sizes
@@ -21,6 +24,7 @@ from ..layers.parallel import Ranks
 from ..layers.sampler import ban, sample
 from ..mem_cache.kv_pool import KVPool
 from .batch_builder import BatchBuilder
+from .compiled import DEFAULT_MAX_TOKENS, CompiledSteps, check_compile
 from .determinism import check_model, determined, in_mode
 from .device import Device, create_device
 from .forward import AttentionPlan, HiddenStates, is_recorded, make_forward, plan_attention, plan_forward
@@ -84,6 +88,7 @@ class ModelRunner:
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         try:
             self._plan = plan_weights(config, self._model_config.torch_dtype, self._device.device)
+            check_compile(config, native=isinstance(self._plan.native, Native))
             self._attention = self._plan_attention()
             self._ranks = self._device.run(lambda: Ranks(config.ranks, self._device.device))
             free_before_load = available_memory(self._device.device)
@@ -106,6 +111,9 @@ class ModelRunner:
             self._device.close()
             raise
         _, forward_why = plan_forward(self._model, self._plan.native, self._model_config, self._attention.backend)
+        if config.enable_torch_compile:
+            most = config.torch_compile_max_bs or DEFAULT_MAX_TOKENS
+            forward_why = f"compiled between layers' attention for steps of up to {most} tokens"
         explain = self._plan.explain | self._attention.explain | {"pool": pool_why, "forward": forward_why}
         explain["weight_cache"] = loaded.why
         self.info = _describe(config, self._model_config, self._device, explain)
@@ -180,7 +188,8 @@ class ModelRunner:
         return loaded
 
     def _empty_model(self) -> DecoderModel:
-        with self._device.device:
+        traced = traceable_ops() if self._config.enable_torch_compile else nullcontext()
+        with self._device.device, traced:
             make = model_class(self._model_config.architecture)
             return make(self._model_config, self._plan.compute, shard=self._shard, ranks=self._ranks)
 
@@ -213,6 +222,8 @@ class ModelRunner:
     def _bound(self, model: DecoderModel, backend: AttentionBackend) -> HiddenStates:
         """A forward of the model over the KV of the backend."""
         bind_attention(model, backend)
+        if self._config.enable_torch_compile:
+            return CompiledSteps(model, self._config.torch_compile_max_bs or DEFAULT_MAX_TOKENS).hidden_states
         return make_forward(model, self._plan.native, self._model_config, backend)
 
     @torch.inference_mode()

@@ -118,6 +118,8 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     disable_cuda_graph: bool = False
     cuda_graph_max_bs: int | None = None
     cuda_graph_bs: str | None = None  # sizes, with commas between
+    enable_torch_compile: bool = False
+    torch_compile_max_bs: int | None = None
     disable_prefill_cuda_graph: bool = False
     prefill_cuda_graph_max_tokens: int | None = None
     weight_cache_bytes: int = 0  # that packed weights kept in the user's cache folder may take, of all models; 0: none are

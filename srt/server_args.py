@@ -272,6 +272,12 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     cuda_graph_bs: Annotated[
         str | None, Meta(description="Sizes of decode steps that are recorded as CUDA graphs, with commas between")
     ] = None
+    enable_torch_compile: Annotated[
+        bool, Meta(description="Compile what lies between two layers' attention with torch.compile; the first steps take minutes")
+    ] = False
+    torch_compile_max_bs: Annotated[
+        Positive | None, Meta(description="Most tokens of a step that runs compiled (with --enable-torch-compile); unset: 32")
+    ] = None
     disable_prefill_cuda_graph: Annotated[
         bool,
         Meta(
@@ -488,6 +494,8 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             disable_cuda_graph=self.disable_cuda_graph,
             cuda_graph_max_bs=self.cuda_graph_max_bs,
             cuda_graph_bs=self.cuda_graph_bs,
+            enable_torch_compile=self.enable_torch_compile,
+            torch_compile_max_bs=self.torch_compile_max_bs,
             disable_prefill_cuda_graph=self.disable_prefill_cuda_graph,
             prefill_cuda_graph_max_tokens=self.prefill_cuda_graph_max_tokens,
             mem_fraction_static=self.mem_fraction_static,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -49,7 +51,34 @@ class FusedOps:
 
 def current_ops() -> FusedOps:
     """Those of torch's default device: what a layer asks for when it is built."""
-    return ops_of(torch.get_default_device().type)
+    ops = ops_of(torch.get_default_device().type)
+    return _traceable(ops) if _TRACEABLE.get() else ops
+
+
+_TRACEABLE: ContextVar[bool] = ContextVar("traceable", default=False)
+
+
+@contextmanager
+def traceable_ops() -> Iterator[None]:
+    """Layers that are built within give torch.compile torch's own operations to fuse, and use what ops_of says otherwise."""
+    token = _TRACEABLE.set(True)
+    try:
+        yield
+    finally:
+        _TRACEABLE.reset(token)
+
+
+def _traceable(ops: FusedOps) -> FusedOps:
+    def either(fused: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(*args: Any) -> Any:
+            return plain(*args) if torch.compiler.is_compiling() else fused(*args)
+
+        return apply
+
+    names = ["rms_norm", "gemma_rms_norm", "add_rms_norm", "gemma_add_rms_norm"]
+    names += ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "rotate"]
+    found: dict[str, Any] = {name: either(getattr(ops, name), getattr(TORCH, name)) for name in names}
+    return replace(ops, **found)
 
 
 @cache

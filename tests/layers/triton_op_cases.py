@@ -164,6 +164,7 @@ def test_draws(monkeypatch):
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ties", [False, True])
 def test_draws_of_many_rows(ties, monkeypatch):
     check_draws(1000, range(12), monkeypatch, ties=ties)
