@@ -42,7 +42,7 @@ class CompiledSteps:
     def __init__(self, model: DecoderModel, max_tokens: int) -> None:
         for module in model.modules():
             if isinstance(module, Attention):
-                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign,no-untyped-call]
         self._eager, self._max_tokens = model.hidden_states, max_tokens
         self._compiled: HiddenStates = torch.compile(model.hidden_states, dynamic=True, backend=BACKEND)
 
