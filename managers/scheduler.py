@@ -90,6 +90,7 @@ class Scheduler:
         if self.faults.at("step_fail"):
             batch.step.input_ids[:] = np.iinfo(np.int64).max
         self.masks.launching(batch)
+        batch.step.rewrites = self.memory.table.pool.rewrites
         return self.runner.launch(batch.step)
 
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:

@@ -8,13 +8,15 @@ import numpy as np
 class ReqToTokenPool:
     """Rows 1..num_rows of ``table`` (int32 [num_rows + 1, width]); row 0 is never handed out.
 
-    Cells of a row beyond what its request wrote hold whatever the row held before.
+    Cells of a row beyond what its request wrote hold whatever the row held before. ``rewrites`` (int64 [num_rows + 1]) counts the
+    calls of ``write`` for each row; who sets the cell of a row's next token in ``table`` itself need not count it.
     """
 
     def __init__(self, num_rows: int, width: int) -> None:
         if num_rows < 1 or width < 1:
             raise ValueError(f"a pool needs rows and cells, not {num_rows} x {width}")
         self.table = np.zeros((num_rows + 1, width), dtype=np.int32)
+        self.rewrites = np.zeros(num_rows + 1, np.int64)
         self._free = list(range(num_rows, 0, -1))
         self._in_use = [False] * (num_rows + 1)
 
@@ -44,3 +46,4 @@ class ReqToTokenPool:
         if start < 0 or end > self.table.shape[1]:
             raise ValueError(f"cells [{start}, {end}) are outside a row of {self.table.shape[1]}")
         self.table[row, start:end] = slots
+        self.rewrites[row] += 1

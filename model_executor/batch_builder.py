@@ -10,6 +10,7 @@ from ..layers.sampler import draw_params
 from .device import Device
 from .future_map import FutureMap
 from .step import StepInput
+from .table_mirror import TableMirror
 
 Extras = tuple[torch.Tensor, torch.Tensor | None]  # rows that sample, int64 [S]; parameters of their draws for a kernel, or None
 
@@ -22,14 +23,13 @@ class BatchBuilder:
 
     def __init__(self, device: Device, req_to_token: np.ndarray, future_map: FutureMap, *, kernel_draws: bool = False) -> None:
         self._device = device
-        self._host_table = req_to_token
         self._future_map = future_map
         self._kernel_draws = kernel_draws
         self._on_cpu = device.device.type == "cpu"
         self.table = torch.from_numpy(req_to_token)
         if not self._on_cpu:
             self.table = torch.zeros(req_to_token.shape, dtype=torch.int32, device=device.device)
-        self._sent = np.zeros_like(req_to_token) if not self._on_cpu else req_to_token  # what the device's table holds
+        self._mirror = None if self._on_cpu else TableMirror(req_to_token)
 
     def build(self, step: StepInput) -> tuple[ForwardBatch, Extras]:
         """The batch, and what sampling needs besides."""
@@ -43,10 +43,10 @@ class BatchBuilder:
         if self._kernel_draws:
             arrays.append(draw_params(step.sampling))
         num_batch = len(arrays)
-        if not self._on_cpu:
-            arrays += changed_cells(self._host_table, self._sent, step.rows, int(seq_lens.max(initial=0)))
+        if self._mirror is not None:
+            arrays += self._mirror.changes(step)
         tensors = self._device.upload_all(arrays)
-        if not self._on_cpu:
+        if self._mirror is not None:
             cells, slots = tensors[num_batch:]
             self.table.view(-1).index_copy_(0, cells, slots)
         input_ids = tensors[0]
@@ -68,16 +68,3 @@ class BatchBuilder:
             embeds=step.embeds,
         )
         return batch, (tensors[8], tensors[9] if self._kernel_draws else None)
-
-
-def changed_cells(table: np.ndarray, sent: np.ndarray, rows: np.ndarray, width: int) -> list[np.ndarray]:
-    """Flat indices int64 and values int32 of the rows' first cells that differ from what was sent, which they become.
-
-    Whole prefixes are compared: the cache may have replaced slots of earlier tokens.
-    """
-    own = table[rows, :width]
-    at, column = np.nonzero(own != sent[rows, :width])
-    values = own[at, column]
-    row = rows[at]
-    sent[row, column] = values
-    return [row.astype(np.int64) * table.shape[1] + column, values]

@@ -54,6 +54,7 @@ class StepInput:
     out_cache_loc: np.ndarray  # int32 [T], slot that each token's K and V go to
     sample_index: np.ndarray  # int32 [S], ascending indices into B of the requests whose last token's logits are sampled
     sampling: SamplingInput
+    rewrites: np.ndarray | None = None  # int64 [rows + 1], how often cells before a step's own were written; None: not known
     controls: dict[int, RowControls | None] = field(default_factory=dict)  # of rows whose owner is new; None: drop the old one's
     prompt_logprobs: list[LogprobRequest] = field(default_factory=list)
     sampled_logprobs: list[LogprobRequest] = field(default_factory=list)

@@ -76,9 +76,16 @@ def _traceable(ops: FusedOps) -> FusedOps:
         return apply
 
     names = ["rms_norm", "gemma_rms_norm", "add_rms_norm", "gemma_add_rms_norm"]
-    names += ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "rotate"]
+    names += ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"]
     found: dict[str, Any] = {name: either(getattr(ops, name), getattr(TORCH, name)) for name in names}
-    return replace(ops, **found)
+    return replace(ops, rotate=either(ops.rotate, _rotate_anew), **found)
+
+
+def _rotate_anew(x_THD: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """rotate without writing to views, which a compiler would stop at."""
+    cos, sin = tables
+    first, second = x_THD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 @cache

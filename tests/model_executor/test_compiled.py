@@ -72,10 +72,13 @@ def test_layers_of_a_compiled_model_hand_torch_what_it_can_fuse(monkeypatch):
     fused = ops.replace(ops.TORCH, rms_norm=lambda *args: calls.append("fused") or ops.rms_norm(*args))
     monkeypatch.setattr(ops, "ops_of", lambda device: fused)
     with ops.traceable_ops():
-        norm = ops.current_ops().rms_norm
+        norm, turn = ops.current_ops().rms_norm, ops.current_ops().rotate
     x, w = torch.randn(3, 8), torch.ones(8)
     torch.testing.assert_close(norm(x, w, 1e-5), ops.rms_norm(x, w, 1e-5))
     assert calls == ["fused"] and ops.current_ops() is fused
+    heads, tables = torch.randn(3, 2, 8), (torch.randn(3, 1, 4), torch.randn(3, 1, 4))
+    plain = turn(heads, tables)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     norm(x, w, 1e-5)
+    torch.testing.assert_close(turn(heads, tables), plain)
     assert calls == ["fused"]
