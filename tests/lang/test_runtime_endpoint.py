@@ -82,8 +82,8 @@ def test_n(server: NativeServer) -> None:
 def test_cache_prefix_and_flush(server: NativeServer) -> None:
     backend = RuntimeEndpoint(server.url)
     assert backend.cache_prefix("abc")["prompt_tokens"] == 4
-    assert backend.prepare_forks("abcd")["prompt_tokens"] == 5, "this server may compute it once for each call"
     assert server.seen[-1] == {"text": "abc", "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
+    assert backend.prepare_forks("abcd")["prompt_tokens"] == 5, "this server may compute it once for each call"
     assert bn.flush_cache(backend) is True
     server.faults.append((400, b"busy"))
     assert bn.flush_cache(backend) is False
