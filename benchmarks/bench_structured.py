@@ -1,6 +1,7 @@
 """What a JSON schema costs between two tokens, at several numbers of streams, and what jump-forward gains on JSON with fixed keys.
 
-    python benchmarks/bench_structured.py [--model-path smollm2] [--streams 1,8,32] [--peer-url URL --peer-model NAME] [--json FILE]
+    python benchmarks/bench_structured.py [--model-path smollm2] [--streams 1,8,32] [--gain-streams 1,8] [--rounds 3]
+        [--peer-url URL --peer-model NAME] [--write docs/performance.md] [--json FILE]
 
 Overhead: free and constrained streams take turns, round by round, on one server without jump-forward; the schema never lets the
 output end before its limit. The peer, any server with OpenAI's completions, is asked the same in the same rounds. Gain: the time of
@@ -17,17 +18,23 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import numpy as np
 from http_load import events
-from report import environment, number, publish
+from marked_block import write_block
+from report import environment, environment_lines, number, publish, table
 from server_process import running_server
 
 ITEM = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
 ENDLESS = {"type": "array", "items": ITEM}
+COST_KEYS = ("free_itl_ms", "json_itl_ms", "overhead_percent")
+COSTS = ["between two tokens", "free, ms", "json_schema, ms", "overhead, %"]
+GAIN_KEYS = ("sampled_ms", "jumping_ms", "gain")
+GAINS = ["whole outputs", "sampled, ms", "jumping, ms", "gain"]
 KEYS = ("customer_name", "customer_age", "is_active_member", "postal_code", "preferred_language")
 KINDS = ({"type": "integer", "maximum": 99}, {"type": "string", "maxLength": 6})
 FIXED = {
@@ -123,8 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-url")
     parser.add_argument("--peer-model", default="default")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables between the marks of bench_structured of a page")
     parser.add_argument("--json")
     args = parser.parse_args(argv)
+    facts = environment()
     options = ["--load-format", args.load_format, "--log-level", "warning"]
     with running_server(args.model_path, [*options, "--disable-jump-forward"], start_timeout=300) as url:
         servers = {"banyan": (url, "default")} | ({"peer": (args.peer_url, args.peer_model)} if args.peer_url else {})
@@ -136,11 +145,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"fixed keys, {count} streams": {"sampled_ms": slow, "jumping_ms": jumping[count], "gain": slow / jumping[count]}
         for count, slow in without.items()
     }
-    keys = ["free_itl_ms", "json_itl_ms", "overhead_percent", "sampled_ms", "jumping_ms", "gain"]
-    rows = [[name, *(number(result[key]) if key in result else "" for key in keys)] for name, result in (costs | gains).items()]
+    tables = [(COSTS, rows_of(costs, COST_KEYS)), (GAINS, rows_of(gains, GAIN_KEYS))]
     setting = {"model": args.model_path, "tokens": args.tokens, "rounds": args.rounds, "schema": json.dumps(ENDLESS)}
-    publish({"environment": environment(), "setting": setting, "result": costs | gains}, ["setting", *keys], rows, args.json)
+    publish({"environment": facts, "setting": setting, "result": costs | gains}, *tables[0], args.json)
+    print("\n" + table(*tables[1]))
+    if args.write is not None:
+        notes = "".join(f"    {line}\n" for line in environment_lines(facts))
+        write_block(args.write, "bench_structured", "\n\n".join(table(*each) for each in tables) + "\n\n" + notes)
     return 0
+
+
+def rows_of(results: dict[str, dict[str, float]], keys: Sequence[str]) -> list[list[str]]:
+    return [[name, *(number(result[key]) for key in keys)] for name, result in results.items()]
 
 
 if __name__ == "__main__":

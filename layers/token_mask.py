@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .kernels.cpu.library import Native, native_kernels
 from .late_mask import LateMask
 from .upload import upload
 
@@ -24,13 +25,25 @@ def apply_mask(logits_SV: torch.Tensor, mask: LateMask) -> None:
     if bits.shape[1] * 32 < vocab_size:
         raise ValueError(f"a mask of {bits.shape[1] * 32} tokens for a vocabulary of {vocab_size}")
     if logits_SV.device.type == "cpu":
-        for row, own in zip(mask.rows.tolist(), bits, strict=True):
-            if (own == -1).all():
-                continue
-            bias = np.take(_BIAS, own.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
-            logits_SV[row].add_(torch.from_numpy(bias))
+        _apply_on_cpu(logits_SV, mask.rows, bits)
         return
     rows, words = upload(mask.rows.astype(np.int64), logits_SV.device), upload(bits, logits_SV.device)
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     allowed = ((words[:, :, None] >> shifts) & 1).flatten(1)[:, :vocab_size].bool()
     logits_SV.index_copy_(0, rows, logits_SV.index_select(0, rows).masked_fill_(~allowed, float("-inf")))
+
+
+def _apply_on_cpu(logits_SV: torch.Tensor, rows: np.ndarray, bits: np.ndarray) -> None:
+    vocab_size, native = logits_SV.shape[1], native_kernels()
+    if isinstance(native, Native) and logits_SV.dtype is torch.float32 and logits_SV.stride(1) == 1:
+        own, words = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(bits, np.int32)
+        if len(own) and not 0 <= own.min() <= own.max() < logits_SV.shape[0]:
+            raise IndexError("a mask for a row that is not there")
+        native.lib.bny_mask(
+            words.ctypes.data, words.shape[1], own.ctypes.data, len(own), logits_SV.data_ptr(), logits_SV.stride(0), vocab_size
+        )
+        return
+    for row, allowed in zip(rows.tolist(), bits, strict=True):
+        if not (allowed == -1).all():
+            bias = np.take(_BIAS, allowed.view(np.uint8), axis=0).reshape(-1)[:vocab_size]
+            logits_SV[row].add_(torch.from_numpy(bias))

@@ -5,6 +5,7 @@ A constraint fails closed: a request whose grammar cannot go on is aborted, neve
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -101,11 +102,12 @@ class Constraint:
         return self._jumper.tokens(self._matcher, context)
 
     def _forbid_stops(self, row: np.ndarray, *, always: bool) -> None:
-        without = row.copy()
+        before = [(token_id // 32, row[token_id // 32]) for token_id in self.stop_ids]
         for token_id in self.stop_ids:
-            without[token_id // 32] &= ~_bit(token_id)
-        if always or without.any():
-            row[:] = without
+            row[token_id // 32] &= ~_bit(token_id)
+        if not always and not row.any():
+            for word, bits in reversed(before):
+                row[word] = bits
 
 
 def allow(row: np.ndarray, token_id: int) -> None:
@@ -113,6 +115,7 @@ def allow(row: np.ndarray, token_id: int) -> None:
     row[token_id // 32] |= _bit(token_id)
 
 
+@functools.cache
 def _bit(token_id: int) -> np.int32:
     word: np.int32 = np.uint32(1 << (token_id % 32)).view(np.int32)
     return word

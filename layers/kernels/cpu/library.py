@@ -43,6 +43,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bny_act_mul": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
     "bny_rope_write": (None, (c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_float)),
     "bny_argmax": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "bny_mask": (None, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "bny_run": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 

@@ -60,6 +60,17 @@ void act_row(int act, const float* x, float* out, int64_t begin, int64_t end, in
   for (; i < end; i++) out[i] = gate_one(act, x[i]) * x[inner + i];
 }
 
+void mask_row(const uint32_t* bits, float* x, int64_t n) {
+  for (int64_t w = 0; w * 32 < n; w++, x += 32) {
+    const uint32_t word = bits[w];
+    if (word == 0xffffffffu) continue;
+    if (w * 32 + 32 <= n)
+      for (int j = 0; j < 32; j++) x[j] += (word >> j) & 1 ? 0.0f : -INFINITY;
+    else
+      for (int j = 0; j < n - w * 32; j++) x[j] += (word >> j) & 1 ? 0.0f : -INFINITY;
+  }
+}
+
 int64_t argmax_row(const float* x, int64_t n) {
   vf top = vf_set1(-kInf);
   int64_t i = 0;
@@ -148,5 +159,10 @@ void bny_argmax(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V)
   bny_parallel_spans(S, S * V, [&](int64_t begin, int64_t end) {
     for (int64_t s = begin; s < end; s++) ids[s] = bny::argmax_row(x + s * ldx, V);
   });
+}
+
+void bny_mask(const int32_t* bits, int64_t words, const int64_t* rows, int64_t C, float* x, int64_t ldx, int64_t V) {
+#pragma omp parallel for num_threads(bny_threads(C * V / 8))
+  for (int64_t c = 0; c < C; c++) bny::mask_row((const uint32_t*)bits + c * words, x + rows[c] * ldx, V);
 }
 }

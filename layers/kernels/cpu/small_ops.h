@@ -34,6 +34,9 @@ BNY_API void bny_rope_write(
 // ids[s] = the lowest index of the greatest of row s; a NaN counts as the greatest.
 BNY_API void bny_argmax(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V);
 
+// Rows rows[c] of x: -inf is added to x[v] where bit v % 32 of bits[c][v / 32] is 0. A NaN stays one.
+BNY_API void bny_mask(const int32_t* bits, int64_t words, const int64_t* rows, int64_t C, float* x, int64_t ldx, int64_t V);
+
 #ifdef __cplusplus
 }
 #endif
