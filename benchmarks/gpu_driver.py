@@ -59,15 +59,17 @@ def weight_bytes(shape: str) -> tuple[int, int]:
 class Driver:
     """Runs requests on one runner. before_decode and after_decode are called around each launch of a decode step."""
 
-    def __init__(self, model: str, *, dry: bool, page_size: int = 16, **config: Any) -> None:
+    def __init__(self, model: str, *, dry: bool, page_size: int = 16, tokens: int | None = 0, **config: Any) -> None:
+        """tokens: of the pool; None: as many as the runner finds room for, 0: enough for what is measured."""
         width = 512 if dry else 16384
-        tokens = 4096 if dry else 400_000
+        if tokens == 0:
+            tokens = 4096 if dry else 400_000
         self.runner = ModelRunner(
             RunnerConfig(
                 model_path=model,
                 load_format="dummy",
                 device="cpu" if dry else "cuda",
-                max_total_tokens=tokens // page_size * page_size,
+                max_total_tokens=None if tokens is None else tokens // page_size * page_size,
                 page_size=page_size,
                 **config,
             )
