@@ -20,6 +20,9 @@ STAGE_BOUNDS = tuple(0.001 * 1.62**step for step in range(30))
 TOKEN_BOUNDS = (100, 300, 500, 1000, 3000, 5000, 7000, 10000, 20000, 30000, 50000, 100000, 200000, 400000, 600000, 800000, 1100000)
 
 
+N_BOUNDS = (1, 2, 5, 10, 20)
+
+
 class RequestStats:
     """A Watcher; also keeps the newest report of the scheduler. On the tokenizer manager's loop."""
 
@@ -32,6 +35,7 @@ class RequestStats:
             for name in (
                 *("prompt_tokens", "generation_tokens", "cached_tokens", "num_requests"),
                 *("num_aborted_requests", "num_so_requests", "request_success", "request_errors", "restarts"),
+                *("num_grammar", "num_grammar_cache_hit", "num_grammar_aborted", "num_grammar_timeout"),
             )
         }
         bounds = {
@@ -44,6 +48,10 @@ class RequestStats:
             "uncached_prompt_tokens_histogram": TOKEN_BOUNDS,
             "generation_tokens_histogram": TOKEN_BOUNDS,
             "request_time_per_output_token_seconds": ITL_BOUNDS,
+            "grammar_compilation_time_seconds": STAGE_BOUNDS,
+            "request_inference_time_seconds": E2E_BOUNDS,
+            "request_params_n": N_BOUNDS,
+            "request_params_max_tokens": TOKEN_BOUNDS,
         }
         self.histograms = {name: Histogram(self.clamped, bound) for name, bound in bounds.items()}
 
@@ -61,6 +69,19 @@ class RequestStats:
     def total(self, name: str) -> float:
         """A counter of the scheduler, over all its lives."""
         return self.past.get(name, 0.0) + self.report.counters.get(name, 0.0)
+
+    def grammar(self, seconds: float | None, *, failed: bool, timed_out: bool) -> None:
+        """A request's grammar was found or compiled, in ``seconds``, or refused. seconds None: it was known."""
+        counters = self.counters
+        counters["num_grammar"].add(1)
+        if seconds is None:
+            counters["num_grammar_cache_hit"].add(1)
+        elif not failed:
+            self.histograms["grammar_compilation_time_seconds"].observe(seconds)
+        if failed:
+            counters["num_grammar_aborted"].add(1)
+        if timed_out:
+            counters["num_grammar_timeout"].add(1)
 
     def tokens(self, track: RequestTrack, count: int, gap: float) -> None:
         if track.first == track.newest:
@@ -94,7 +115,14 @@ class RequestStats:
 
     def _times(self, track: RequestTrack, stream: str) -> None:
         self.histograms["e2e_request_latency_seconds"].observe(track.ended - track.created, stream)
-        for name, seconds in track.phases().items():
+        phases = track.phases()
+        if "decode" in phases:
+            self.histograms["request_inference_time_seconds"].observe(phases["prefill"] + phases["decode"])
+        if track.message is not None:
+            params = track.message.sampling_params
+            self.histograms["request_params_n"].observe(params.n)
+            self.histograms["request_params_max_tokens"].observe(params.max_new_tokens or 0)
+        for name, seconds in phases.items():
             self.histograms["per_stage_req_latency_seconds"].observe(seconds, name)
             if name == "queue":
                 self.histograms["queue_time_seconds"].observe(seconds)

@@ -78,11 +78,13 @@ class TokenizerManager:
         self._monitor = HealthMonitor()
         self._calls = ControlCalls(self._ask)
         stop_ids = getattr(self.tokenizer, "eos_token_ids", ())
-        self._grammars = GrammarService(config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send)
+        self.stats = RequestStats()
+        self._grammars = GrammarService(
+            config, info, tokenizer_stop_ids=stop_ids, calls=self._calls, send=self._send, stats=self.stats
+        )
         self._pool = ThreadPoolExecutor(min(MAX_TOKENIZE_THREADS, os.cpu_count() or 1), thread_name_prefix="tokenize")
         self._link: Link | None = None
         self._life = Life()
-        self.stats = RequestStats()
         self.watch = _make_watch(config, self.stats)
 
     def start_loop(self) -> None:
@@ -287,6 +289,10 @@ class TokenizerManager:
     def num_live(self) -> int:
         """Choices that have not finished."""
         return len(self._table)
+
+    @property
+    def num_waiting_for_grammars(self) -> int:
+        return self._grammars.num_waiting
 
     async def wait_idle(self, timeout: float) -> bool:
         """Wait until no request is live; False when ``timeout`` seconds passed first."""

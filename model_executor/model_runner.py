@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -30,10 +31,11 @@ from .device import Device, create_device
 from .forward import AttentionPlan, HiddenStates, is_recorded, make_forward, plan_attention, plan_forward
 from .future_map import FutureMap
 from .gpu_plan import GpuFacts, GpuPlan, plan_gpu, refuse_gpu_options
-from .memory import GraphCount, Peak, available_memory, cache_tokens
+from .memory import GraphCount, Peak, available_memory, cache_tokens, token_bytes
 from .model_config import ModelConfig, ModelConfigError, load_model_config
 from .models.blocks import DecoderModel
 from .models.registry import model_class
+from .packed_file import size_of
 from .peak import CudaMeter, measure_peak
 from .profiler import StepProfiler
 from .shard import Shard
@@ -116,7 +118,11 @@ class ModelRunner:
             forward_why = f"compiled between layers' attention for steps of up to {most} tokens"
         explain = self._plan.explain | self._attention.explain | {"pool": pool_why, "forward": forward_why}
         explain["weight_cache"] = loaded.why
-        self.info = _describe(config, self._model_config, self._device, explain)
+        self.info = msgspec.structs.replace(
+            _describe(config, self._model_config, self._device, explain),
+            weight_bytes=size_of(loaded.model),
+            kv_token_bytes=token_bytes(self._shard.local, self._attention.kv_dtype),
+        )
 
     def max_cache_tokens(self) -> int:
         return self._num_tokens

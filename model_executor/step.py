@@ -153,6 +153,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str
     logit_processors: list[str] = []  # names that a request may use
     stages: int = 1  # of a pipeline
+    weight_bytes: int = 0  # of this rank's part
+    kv_token_bytes: int = 0  # of a token's KV in it
     explain: dict[str, str] = {}  # derived value -> why it is so
 
 

@@ -72,6 +72,10 @@ COUNTERS = {
     "num_requests": (False, ("is_streaming",), "Requests that ended"),
     "num_aborted_requests": (False, (), "Requests that were aborted"),
     "num_so_requests": (False, (), "Requests with structured output"),
+    "num_grammar": (False, (), "Grammars that requests asked for"),
+    "num_grammar_cache_hit": (False, (), "Those of them that were compiled already"),
+    "num_grammar_aborted": (False, (), "Those of them that were refused"),
+    "num_grammar_timeout": (False, (), "Those of them that took too long to compile"),
 }
 # histograms of requests: labels, vLLM's name or "", help
 HISTOGRAMS = {
@@ -84,6 +88,13 @@ HISTOGRAMS = {
     "uncached_prompt_tokens_histogram": ((), "request_prefill_kv_computed_tokens", "Tokens of prompts that were computed"),
     "generation_tokens_histogram": ((), "request_generation_tokens", "Tokens of outputs"),
     "request_time_per_output_token_seconds": ((), "request_time_per_output_token_seconds", "Mean time between tokens of a request"),
+    "grammar_compilation_time_seconds": ((), "", "Compiling one grammar, with the wait for it"),
+}
+# histograms that are vLLM's alone
+VLLM_HISTOGRAMS = {
+    "request_inference_time_seconds": "From the first step to the end",
+    "request_params_n": "Outputs that requests ask for",
+    "request_params_max_tokens": "Output tokens that requests ask for at most",
 }
 # of each replica that is up, with the label dp_rank; the name is banyan:replica_<name>
 REPLICA_GAUGES = {
@@ -176,7 +187,16 @@ def _scheduler_gauges(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     for name, (source, text) in SAME_GAUGES.items():
         if source in gauges:
             yield _gauge(name, text, vllm, gauges[source])
+    if "num_queue_reqs" in gauges:
+        reason = {**vllm, "reason": "capacity"}
+        yield _gauge("vllm:num_requests_waiting_by_reason", "Requests that wait", reason, gauges["num_queue_reqs"])
+    yield _gauge("sglang:num_grammar_queue_reqs", "Requests that wait for a grammar", labels, tm.num_waiting_for_grammars)
     info = tm.info
+    for name, text, num_bytes in (
+        ("weight_memory_usage_gb", "Memory of the weights", info.model.weight_bytes),
+        ("kv_cache_memory_usage_gb", "Memory of the KV cache", info.model.kv_token_bytes * info.max_total_num_tokens),
+    ):
+        yield _gauge(f"sglang:{name}", text, labels, num_bytes / (1 << 30))
     yield _gauge("sglang:context_len", "Longest sequence", labels, info.model.context_len)
     sizes = {"page_size": str(info.page_size), "num_pages": str(info.max_total_num_tokens // info.page_size)}
     yield _gauge("sglang:cache_config_info", "Shape of the KV cache", {**labels, **sizes}, 1)
@@ -191,6 +211,11 @@ def _scheduler_totals(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     modes = {"prefill_compute": "num_prefill_tokens", "prefill_cache": "num_cached_prompt_tokens", "decode": "num_decode_tokens"}
     values = [((mode,), stats.total(source)) for mode, source in modes.items()]
     yield _total("sglang:realtime_tokens", "Tokens as they are computed", labels, values, ("mode",))
+    sources = {"local_compute": "num_prefill_tokens", "local_cache_hit": "num_cached_prompt_tokens"}
+    values = [((place,), stats.total(source)) for place, source in sources.items()]
+    yield _total("vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV came from", vllm, values, ("source",))
+    cached = [((), stats.total("num_cached_prompt_tokens"))]
+    yield _total("vllm:prompt_tokens_cached", "Prompt tokens that were found in the cache", vllm, cached, ())
     kinds = [((kind,), stats.total(f"forward_seconds_{kind}")) for kind in ("prefill", "decode", "mixed")]
     yield _total("sglang:forward_execution_seconds", "Time on the device by kind of step", labels, kinds, ("category",))
     cpu = [(("scheduler",), stats.total("process_cpu_seconds")), (("tokenizer_manager",), time.process_time())]
@@ -222,6 +247,8 @@ def _request_histograms(tm: TokenizerManager, labels: Labels, vllm: Labels) -> I
         yield _histogram(f"sglang:{name}", text, labels, source, more)
         if same:
             yield _histogram(f"vllm:{same}", text, vllm, _merged(source) if more else source, ())
+    for name, text in VLLM_HISTOGRAMS.items():
+        yield _histogram(f"vllm:{name}", text, vllm, histograms[name], ())
     stages = histograms["per_stage_req_latency_seconds"]
     for stage, same in STAGES.items():
         one = Histogram(stages.clamped, stages.bounds, {(): found} if (found := stages.series.get((stage,))) else {})

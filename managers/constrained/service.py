@@ -8,6 +8,7 @@ order.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from ..config import SchedulerInfo, TokenizerManagerConfig
 from ..control_calls import ControlCalls
 from ..errors import RequestError
 from ..io_struct import DropGrammarReq, GenerateReq, LoadGrammarReq, Message
+from ..request_stats import RequestStats
 from ..sampling_params import GRAMMAR_FIELDS
 from .compiler import Compiled, GrammarCompiler
 from .grammar import BACKENDS, GrammarText, stop_ids_of
@@ -36,6 +38,7 @@ class GrammarService:
         tokenizer_stop_ids: tuple[int, ...],
         calls: ControlCalls,
         send: Callable[[Message], None],
+        stats: RequestStats,
     ) -> None:
         """tokenizer_stop_ids: what ends a text by the tokenizer's own account."""
         self._config = config
@@ -43,6 +46,8 @@ class GrammarService:
         self._stop_ids = stop_ids_of(info.model, tokenizer_stop_ids)
         self._calls = calls
         self._send = send
+        self._stats = stats
+        self.num_waiting = 0  # requests whose grammar is being compiled or loaded
         self._compiler: GrammarCompiler | None = None
         self._loaded: OrderedDict[str, int] = OrderedDict()  # key -> bytes, the newest use last
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -56,10 +61,14 @@ class GrammarService:
         texts = {message.rid: text for message in messages if (text := message.sampling_params.grammar()) is not None}
         if not texts:
             return
-        compiled = {text: await self._compile(text) for text in dict.fromkeys(texts.values())}
-        self._texts |= {each.key: text for text, each in compiled.items()}
-        while missing := [each for each in compiled.values() if each.key not in self._loaded]:
-            await self._load(missing[0])
+        self.num_waiting += len(texts)
+        try:
+            compiled = {text: await self._compile(text) for text in dict.fromkeys(texts.values())}
+            self._texts |= {each.key: text for text, each in compiled.items()}
+            while missing := [each for each in compiled.values() if each.key not in self._loaded]:
+                await self._load(missing[0])
+        finally:
+            self.num_waiting -= len(texts)
         for message in messages:
             if message.rid in texts:
                 key = message.grammar_key = compiled[texts[message.rid]].key
@@ -86,8 +95,17 @@ class GrammarService:
             self._compiler = GrammarCompiler(
                 worker, preferred=self._config.grammar_backend, max_cache_bytes=self._config.grammar_cache_bytes
             )
-        # shielded: another request may wait for the same grammar
-        return await asyncio.shield(asyncio.wrap_future(self._compiler.compile(GrammarText(*text))))
+        begin, future = time.monotonic(), self._compiler.compile(GrammarText(*text))
+        was_known, failed = future.done(), True
+        try:
+            # shielded: another request may wait for the same grammar
+            compiled = await asyncio.shield(asyncio.wrap_future(future))
+            failed = False
+            return compiled
+        finally:
+            seconds = time.monotonic() - begin
+            timed_out = failed and seconds >= self._config.grammar_compile_timeout
+            self._stats.grammar(None if was_known else seconds, failed=failed, timed_out=timed_out)
 
     async def _load(self, compiled: Compiled) -> None:
         if compiled.key not in self._loading:

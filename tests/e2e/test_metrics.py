@@ -8,7 +8,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import metric_facts
 import pytest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from server import Server, oracle_folder, running, until
 
@@ -71,6 +73,50 @@ def test_what_dashboards_ask_for_is_there_and_counts(server: Server) -> None:
     assert {name for name, _ in labels} == {"model_name", "engine_type", "is_streaming"}
     until(lambda: total(server, "sglang:cached_tokens_total") > 0)
     until(lambda: total(server, "vllm:prefix_cache_hits_total") > 0)
+
+
+def families(server: Server) -> dict[str, Metric]:
+    return {family.name: family for family in text_string_to_metric_families(server.http.get("/metrics").text)}
+
+
+def test_names_kinds_labels_and_buckets_are_those_that_others_know(server: Server) -> None:
+    for _ in range(2):
+        server.generate(text="one two three", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    server.stream(text="four five", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    until(lambda: "sglang:num_running_reqs" in families(server) and total(server, "sglang:cached_tokens_total") > 0)
+    found = families(server)
+    for kind, table in (("gauge", metric_facts.GAUGES), ("counter", metric_facts.COUNTERS)):
+        for name, labels in table.items():
+            assert found[name].type == kind, name
+            assert {frozenset(sample.labels) for sample in found[name].samples} == {frozenset(labels)}, name
+    for name, (labels, bounds) in metric_facts.HISTOGRAMS.items():
+        family = found[name]
+        assert family.type == "histogram", name
+        buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+        assert {frozenset(sample.labels) for sample in buckets} == {frozenset({*labels, "le"})}, name
+        told = sorted({float(sample.labels["le"]) for sample in buckets})[:-1]
+        assert bounds is None or told == pytest.approx(bounds, rel=1e-5), name
+        if name in metric_facts.EDGES:
+            assert (told[0], told[-1]) == metric_facts.EDGES[name], name
+    for (name, label), values in metric_facts.LABEL_VALUES.items():
+        assert {sample.labels[label] for sample in found[name].samples} == values, name
+
+
+def test_grammars_are_counted(server: Server) -> None:
+    before = samples(server)
+    schema = {"max_new_tokens": 4, "json_schema": '{"type": "object", "properties": {"n": {"type": "integer"}}}'}
+    for _ in range(2):
+        server.generate(text="x", sampling_params=schema)
+    assert server.post({"text": "x", "sampling_params": {"json_schema": '{"type": "no such type"}'}}).status_code == 400
+    after = samples(server)
+
+    def more(name: str) -> float:
+        return sum(after[name].values()) - sum(before[name].values())
+
+    assert more("sglang:num_grammar_total") >= 2
+    assert more("sglang:num_grammar_cache_hit_total") == 1
+    assert more("sglang:grammar_compilation_time_seconds_count") == 1
+    assert sum(after["sglang:num_grammar_queue_reqs"].values()) == 0
 
 
 def test_promtool_accepts_it(server: Server) -> None:
