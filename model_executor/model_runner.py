@@ -40,7 +40,7 @@ from .peak import CudaMeter, measure_peak
 from .profiler import StepProfiler
 from .shard import Shard
 from .stage_handle import BoxHandle, ResultBox, StageHandle
-from .step import FatalStepError, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput
+from .step import FatalStepError, ModelInfo, ModelMemory, ProfileSpec, RunnerConfig, StepHandle, StepInput
 from .step_graphs import GraphPlan, StepGraphs, record_steps
 from .weight_cache import Loaded, WeightCache, packed
 from .weight_form import plan_weights
@@ -120,8 +120,7 @@ class ModelRunner:
         explain["weight_cache"] = loaded.why
         self.info = msgspec.structs.replace(
             _describe(config, self._model_config, self._device, explain),
-            weight_bytes=size_of(loaded.model),
-            kv_token_bytes=token_bytes(self._shard.local, self._attention.kv_dtype),
+            memory=ModelMemory(size_of(loaded.model), token_bytes(self._shard.local, self._attention.kv_dtype)),
         )
 
     def max_cache_tokens(self) -> int:

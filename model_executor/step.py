@@ -137,6 +137,13 @@ class RunnerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ranks: RankSpec = SINGLE  # the part of the model that this runner computes
 
 
+class ModelMemory(msgspec.Struct, frozen=True):
+    """What one rank's part of a model takes, in bytes."""
+
+    weights: int = 0
+    kv_token: int = 0  # of one token
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What the other processes need to know of the model."""
 
@@ -153,8 +160,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_format: str
     logit_processors: list[str] = []  # names that a request may use
     stages: int = 1  # of a pipeline
-    weight_bytes: int = 0  # of this rank's part
-    kv_token_bytes: int = 0  # of a token's KV in it
+    memory: ModelMemory = ModelMemory()
     explain: dict[str, str] = {}  # derived value -> why it is so
 
 

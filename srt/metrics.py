@@ -193,8 +193,8 @@ def _scheduler_gauges(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     yield _gauge("sglang:num_grammar_queue_reqs", "Requests that wait for a grammar", labels, tm.num_waiting_for_grammars)
     info = tm.info
     for name, text, num_bytes in (
-        ("weight_memory_usage_gb", "Memory of the weights", info.model.weight_bytes),
-        ("kv_cache_memory_usage_gb", "Memory of the KV cache", info.model.kv_token_bytes * info.max_total_num_tokens),
+        ("weight_memory_usage_gb", "Memory of the weights", info.model.memory.weights),
+        ("kv_cache_memory_usage_gb", "Memory of the KV cache", info.model.memory.kv_token * info.max_total_num_tokens),
     ):
         yield _gauge(f"sglang:{name}", text, labels, num_bytes / (1 << 30))
     yield _gauge("sglang:context_len", "Longest sequence", labels, info.model.context_len)
