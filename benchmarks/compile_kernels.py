@@ -65,6 +65,7 @@ def attention_variants() -> list[Variant]:
     for dim, group, dtype, pool in (
         (64, 3, "fp16", "fp16"),
         (80, 1, "bf16", "bf16"),
+        (128, 4, "bf16", "bf16"),
         (128, 8, "bf16", FP8),
         (128, 4, "bf16", FP8_WIDE),
         (256, 4, "bf16", "bf16"),

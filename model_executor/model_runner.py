@@ -221,6 +221,7 @@ class ModelRunner:
         model = self._load(sources).model
         if (cache := self._cache) is not None:
             cache.forward = self._bound(model, cache.backend)
+            self._graphs = None  # their memory is that of the new ones
             self._graphs = self._record(model, cache.forward, cache.builder.table, cache.backend)
         self._model = model
 

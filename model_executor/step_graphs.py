@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from dataclasses import dataclass
 
@@ -58,6 +59,10 @@ def record_steps(
     if not can_decode and not plan.prefill_sizes:
         return None
     device = table.device
+    if device.type == "cuda":  # no graph of old may be freed, and no event waited for, while one is recorded
+        torch.cuda.synchronize(device)
+        gc.collect()
+        torch.cuda.empty_cache()
     before = _free(device)
     recorder = recorder or CudaRecorder(torch.cuda.current_stream(device))
     prefill = decode = None
