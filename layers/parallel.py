@@ -1,4 +1,4 @@
-"""What the ranks of one model say to each other during a step. The only file that knows torch.distributed.
+"""What the ranks of one model say to each other during a step. With weight_group.py the only file that knows torch.distributed.
 
 Groups are objects of their own, not torch's global ones: gloo on CPU, NCCL on CUDA, and gloo for what concerns the host. At size 1
 every call hands back what it was given.

@@ -37,6 +37,7 @@ from .io_struct import (
     Tick,
     ToScheduler,
     UpdateWeightsReq,
+    WeightsGroupReq,
 )
 from .pace import PrefillPace
 from .quiesce import Quiesce
@@ -98,6 +99,7 @@ class Control:
             ContinueReq: self._runner.resume,
             UpdateWeightsReq: self._runner.update,
             ReadWeightReq: self._runner.read,
+            WeightsGroupReq: self._runner.group,
             MemoryReq: self._runner.memory,
             ProfileReq: self._runner.profile,
             InternalStateReq: self._internal_state,

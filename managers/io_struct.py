@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from ..model_executor.step import ProfileSpec
+from ..model_executor.step import GroupSpec, ProfileSpec, TensorSpec
 from .constrained.thinking import ThinkingParams
 from .sampling_params import SamplingParams
 
@@ -198,7 +198,8 @@ class UpdateWeightsReq(Message):
     """Load other weights between two steps: a checkpoint, or (partial) only the tensors in the folder's model.safetensors.
 
     Answered when it is done. Until then no request is admitted; it begins when none runs any more, or during a pause.
-    weight_version None: it stays. An empty path: only the version changes.
+    weight_version None: it stays. An empty path: only the version changes. group: receive these tensors there, as a partial update
+    in a folder below path.
     """
 
     call_id: int
@@ -208,6 +209,16 @@ class UpdateWeightsReq(Message):
     flush_cache: bool = True
     abort_all: bool = False
     weight_version: str | None = None
+    group: str = ""
+    tensors: list[TensorSpec] = []
+
+
+class WeightsGroupReq(Message):
+    """Join a group of a trainer, or (spec None) leave the one of this name; answered when that is done or has failed."""
+
+    call_id: int
+    name: str
+    spec: GroupSpec | None = None
 
 
 class ReadWeightReq(Message):
@@ -383,6 +394,7 @@ ToScheduler = (
     | PauseReq
     | ContinueReq
     | UpdateWeightsReq
+    | WeightsGroupReq
     | ReadWeightReq
     | MemoryReq
     | ProfileReq

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from ..model_executor.step import ProfileSpec
+from ..model_executor.step import GroupSpec, ProfileSpec, TensorSpec
 from .errors import RequestError
-from .io_struct import ControlReply, MemoryReq, ProfileReq, ReadWeightReq, UpdateWeightsReq
+from .io_struct import ControlReply, MemoryReq, ProfileReq, ReadWeightReq, UpdateWeightsReq, WeightsGroupReq
 from .tokenizer_manager import TokenizerManager
 
 TENSORS = "model.safetensors"
 MAX_TRUNCATE = 1 << 20
 Tag = Literal["weights", "kv_cache", "cuda_graph"]
-NO_GROUPS = "Weights over a process group are not served; use update_weights_from_disk or update_weights_from_tensor."
+GROUP = "weight_update_group"
+GROUP_TIMEOUT = 60.0  # seconds within which all members of a group must have come, and within which each tensor must
+MAX_TENSORS = 100_000
+MAX_DIMS = 8
+MAX_ELEMENTS = 1 << 36  # of one tensor
 
 
 class UpdateInput(msgspec.Struct, kw_only=True):
@@ -34,6 +40,34 @@ class FromDiskInput(UpdateInput, kw_only=True):
     """Body of /update_weights_from_disk. model_path: a folder in HF layout or a .gguf file on the server's machine."""
 
     model_path: str
+
+
+class InitGroupInput(msgspec.Struct, kw_only=True):
+    """Body of /init_weights_update_group: a trainer listens at master_address:master_port as rank 0, the ranks here come after
+    rank_offset. world_size counts them all. timeout: seconds, at most 600."""
+
+    master_address: str
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1
+    world_size: Annotated[int, msgspec.Meta(ge=2, le=65536)]
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = GROUP
+    backend: Literal["gloo", "nccl"] = "nccl"
+    timeout: Annotated[float, msgspec.Meta(gt=0, le=600)] = GROUP_TIMEOUT
+
+
+class GroupInput(msgspec.Struct, kw_only=True):
+    """Body of /destroy_weights_update_group."""
+
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = GROUP
+
+
+class FromGroupInput(UpdateInput, kw_only=True):
+    """Body of /update_weights_from_distributed: what the trainer broadcasts in this order, by the names of a checkpoint."""
+
+    names: Annotated[list[str], msgspec.Meta(min_length=1, max_length=MAX_TENSORS)]
+    dtypes: list[str]
+    shapes: list[Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=MAX_DIMS)]]
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=200)] = GROUP
 
 
 class ProfileInput(msgspec.Struct, kw_only=True):
@@ -77,7 +111,42 @@ class ModelService:
             shutil.rmtree(folder, ignore_errors=True)
         return reply
 
-    async def _update(self, query: UpdateInput, path: str, *, partial: bool) -> ControlReply:
+    async def init_group(self, query: InitGroupInput) -> ControlReply:
+        """Join a trainer's group. Answers when all are there, or the time is over."""
+        if self._tm.info.dp_size > 1:
+            raise RequestError("Groups are not served with --dp-size above 1; use update_weights_from_tensor.")
+        spec = GroupSpec(
+            name=query.group_name,
+            address=query.master_address,
+            port=query.master_port,
+            rank_offset=query.rank_offset,
+            world_size=query.world_size,
+            backend=query.backend,
+            timeout=query.timeout,
+        )
+        return await self._tm.control(lambda call_id: WeightsGroupReq(call_id=call_id, name=spec.name, spec=spec))
+
+    async def destroy_group(self, name: str) -> ControlReply:
+        """Leave a group."""
+        return await self._tm.control(lambda call_id: WeightsGroupReq(call_id=call_id, name=name))
+
+    async def update_from_group(self, query: FromGroupInput) -> ControlReply:
+        """Receive tensors from a trainer and put them in the place of those of the same names. All of them, or none if one does not
+        do."""
+        if query.load_format not in (None, "auto"):
+            raise RequestError("load_format must be auto.", param="load_format")
+        tensors = _announced(query)
+        folder = str(self.spool().parent)
+        reply = await self._update(query, folder, partial=True, group=query.group_name, tensors=tensors)
+        if reply.success:
+            self._spooled.append(folder)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+        return reply
+
+    async def _update(
+        self, query: UpdateInput, path: str, *, partial: bool, group: str = "", tensors: Sequence[TensorSpec] = ()
+    ) -> ControlReply:
         if query.load_format not in (None, "auto", "safetensors", "gguf"):
             raise RequestError("load_format must be auto, safetensors or gguf.", param="load_format")
         reply = await self._tm.control(
@@ -89,6 +158,8 @@ class ModelService:
                 flush_cache=query.flush_cache,
                 abort_all=query.abort_all_requests,
                 weight_version=query.weight_version,
+                group=group,
+                tensors=list(tensors),
             )
         )
         if reply.success and query.weight_version is not None:
@@ -148,3 +219,19 @@ class ModelService:
         for folder in self._spooled:
             shutil.rmtree(folder, ignore_errors=True)
         self._spooled.clear()
+
+
+def _announced(query: FromGroupInput) -> list[TensorSpec]:
+    """The tensors that a trainer is about to send. Raises RequestError for lists that do not fit each other."""
+    for field in ("dtypes", "shapes"):
+        if len(getattr(query, field)) != len(query.names):
+            raise RequestError(f"{field} has {len(getattr(query, field))} entries for {len(query.names)} names.", param=field)
+    if len(set(query.names)) < len(query.names):
+        raise RequestError("names: the same one twice.", param="names")
+    for shape in query.shapes:
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise RequestError(f"shapes: a tensor may have {MAX_ELEMENTS} elements.", param="shapes")
+    return [
+        TensorSpec(name=name, dtype=dtype, shape=shape)
+        for name, dtype, shape in zip(query.names, query.dtypes, query.shapes, strict=True)
+    ]

@@ -7,10 +7,22 @@ carried out when none has a row any more, or during a pause. KV of other weights
 from __future__ import annotations
 
 import logging
+import queue
+import threading
 from collections.abc import Callable
+from functools import partial
 
 from .cache_control import CacheControl
-from .io_struct import ContinueReq, ControlReply, FinishReason, MemoryReq, ProfileReq, ReadWeightReq, UpdateWeightsReq
+from .io_struct import (
+    ContinueReq,
+    ControlReply,
+    FinishReason,
+    MemoryReq,
+    ProfileReq,
+    ReadWeightReq,
+    UpdateWeightsReq,
+    WeightsGroupReq,
+)
 from .quiesce import Quiesce
 from .scheduler import Scheduler
 
@@ -37,6 +49,7 @@ class RunnerControl:
         self._quiesce = quiesce
         self._cache = cache
         self._updates: list[UpdateWeightsReq] = []
+        self._joined: queue.SimpleQueue[ControlReply] = queue.SimpleQueue()  # answers that are ready
         self._released: set[str] = set()
         self._was_paused = False  # before memory was released
 
@@ -54,12 +67,32 @@ class RunnerControl:
     def serve(self, *, in_flight: bool) -> None:
         """Do what can be done now. in_flight: a launched step is not absorbed yet."""
         scheduler = self._scheduler
+        while not self._joined.empty():
+            self._reply(self._joined.get())
         if not self._updates or in_flight or not (scheduler.gate.paused or self._nothing_is_seated()):
             return
         for message in self._updates:
             self._carry_out(message)
         self._updates.clear()
         scheduler.gate.closed = False
+
+    def group(self, message: WeightsGroupReq) -> None:
+        """Join a trainer's group beside the loop, which goes on meanwhile; or leave one."""
+        if message.spec is None:
+            self._joined.put(self._tried(message, lambda: self._scheduler.runner.leave_group(message.name)))
+            return
+        spec = message.spec
+        join = partial(self._tried, message, lambda: self._scheduler.runner.join_group(spec))
+        threading.Thread(target=lambda: self._joined.put(join()), name="join-group", daemon=True).start()
+
+    def _tried(self, message: WeightsGroupReq, deed: Callable[[], None]) -> ControlReply:
+        try:
+            deed()
+        except FAILURES as error:
+            logger.warning("group %s: %s", message.name, error)
+            text = str(error).splitlines()[0]
+            return ControlReply(call_id=message.call_id, success=False, message=f"The group {message.name}: {text}")
+        return ControlReply(call_id=message.call_id, message="Done.")
 
     def read(self, message: ReadWeightReq) -> None:
         """Tell the first values of a tensor."""
@@ -122,7 +155,10 @@ class RunnerControl:
         try:
             with scheduler.stats.waiting():
                 if message.path:
-                    scheduler.runner.update_weights(message.path, message.load_format, partial=message.partial)
+                    path = message.path
+                    if message.group:
+                        path = scheduler.runner.receive_weights(message.group, message.tensors, path)
+                    scheduler.runner.update_weights(path, message.load_format, partial=message.partial)
         except FAILURES as error:
             logger.exception("the weights were not updated")
             self._answer(message.call_id, f"The weights were not updated: {error}")

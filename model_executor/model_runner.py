@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -40,10 +41,21 @@ from .peak import CudaMeter, measure_peak
 from .profiler import StepProfiler
 from .shard import Shard
 from .stage_handle import BoxHandle, ResultBox, StageHandle
-from .step import FatalStepError, ModelInfo, ModelMemory, ProfileSpec, RunnerConfig, StepHandle, StepInput
+from .step import (
+    FatalStepError,
+    GroupSpec,
+    ModelInfo,
+    ModelMemory,
+    ProfileSpec,
+    RunnerConfig,
+    StepHandle,
+    StepInput,
+    TensorSpec,
+)
 from .step_graphs import GraphPlan, StepGraphs, record_steps
 from .weight_cache import Loaded, WeightCache, packed
 from .weight_form import plan_weights
+from .weight_groups import WeightGroups
 from .weight_sources import WeightSources
 from .weights import dummy_weights, load_weights
 
@@ -68,6 +80,7 @@ class _Upkeep:
 
     sources: WeightSources
     profiler: StepProfiler
+    groups: WeightGroups
     weight_cache: WeightCache | None = None
     cache_size: tuple[int, np.ndarray] | None = None
 
@@ -85,7 +98,7 @@ class ModelRunner:
         self._cache: _Cache | None = None
         self._graphs: StepGraphs | None = None
         sources = WeightSources(self._model_config, config.model_path, config.load_format)
-        self._upkeep = _Upkeep(sources, StepProfiler(config.ranks.name))
+        self._upkeep = _Upkeep(sources, StepProfiler(config.ranks.name), WeightGroups(config.ranks))
         self._closed = False
         self._device = create_device(config.device, overlap=config.overlap, ranks=config.ranks)
         try:
@@ -134,6 +147,15 @@ class ModelRunner:
         sources = self._upkeep.sources.with_overlay(path) if partial else WeightSources(self._model_config, path, load_format)
         self._device.run(lambda: self._replace_model(sources))
         self._upkeep.sources = sources
+
+    def join_group(self, spec: GroupSpec) -> None:
+        self._upkeep.groups.join(spec)
+
+    def leave_group(self, name: str) -> None:
+        self._upkeep.groups.leave(name)
+
+    def receive_weights(self, group: str, tensors: Sequence[TensorSpec], folder: str) -> str:
+        return self._device.run(lambda: self._upkeep.groups.receive(group, tensors, folder, self._device.device))
 
     def read_weight(self, name: str, limit: int) -> list[float]:
         return self._device.run(lambda: self._upkeep.sources.values(name, limit))

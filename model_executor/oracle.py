@@ -14,12 +14,13 @@ from __future__ import annotations
 import json
 import os
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from ..layers.late_mask import LateMask
 from .model_config import load_model_config
-from .step import NO_CHOICE, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput, timed_step
+from .step import NO_CHOICE, GroupSpec, ModelInfo, ProfileSpec, RunnerConfig, StepHandle, StepInput, TensorSpec, timed_step
 from .worker import InlineWorker, ThreadWorker, Worker
 
 DEFAULT_SLOTS = 65536
@@ -93,6 +94,15 @@ class OracleRunner:
         """Other tokens follow from here on, by the names of the tensors in the folder's model.safetensors."""
         names = tensor_names(os.path.join(path, "model.safetensors"))
         self._salt = zlib.crc32(" ".join(sorted(names)).encode())
+
+    def join_group(self, spec: GroupSpec) -> None:
+        raise ValueError("the token oracle has no weights")
+
+    def leave_group(self, name: str) -> None:
+        raise ValueError("the token oracle has no weights")
+
+    def receive_weights(self, group: str, tensors: Sequence[TensorSpec], folder: str) -> str:
+        raise ValueError("the token oracle has no weights")
 
     def read_weight(self, name: str, limit: int) -> list[float]:
         raise ValueError("the token oracle has no weights")

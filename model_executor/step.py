@@ -177,6 +177,29 @@ class ProfileSpec(msgspec.Struct, frozen=True, kw_only=True):
     record_shapes: bool = False
 
 
+class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A group in which a trainer (rank 0, which listens at address:port) hands weights to the ranks from rank_offset on.
+
+    timeout: seconds within which all must have come, and within which each tensor must.
+    """
+
+    name: str
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+    timeout: float
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A tensor of a checkpoint that is about to be broadcast."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
 class Runner(Protocol):
     """Runs forward steps in the order of their launch."""
 
@@ -195,6 +218,16 @@ class Runner(Protocol):
     def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
         """Load other weights of the same shapes, between two steps: a checkpoint, or (partial) the tensors in the folder's
         model.safetensors alone. Raises ValueError or OSError, and then nothing has changed."""
+
+    def join_group(self, spec: GroupSpec) -> None:
+        """Meet a trainer; on any thread. Raises ValueError or RuntimeError."""
+
+    def leave_group(self, name: str) -> None:
+        """Leave a group. Raises ValueError if there is none of this name."""
+
+    def receive_weights(self, group: str, tensors: Sequence[TensorSpec], folder: str) -> str:
+        """Receive tensors that a trainer broadcasts, between two steps; the folder, within ``folder``, that update_weights takes as
+        a partial update. Raises ValueError, OSError or RuntimeError."""
 
     def read_weight(self, name: str, limit: int) -> list[float]:
         """The first values of a tensor by its name in the checkpoint. Raises ValueError if there is none."""

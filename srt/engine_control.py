@@ -7,7 +7,7 @@ from typing import Any
 
 from ..managers.chat_template import ChatTemplate
 from ..managers.errors import RequestError
-from ..managers.model_service import NO_GROUPS, FromDiskInput, ModelService, ProfileInput, UpdateInput
+from ..managers.model_service import GROUP, FromDiskInput, FromGroupInput, InitGroupInput, ModelService, ProfileInput, UpdateInput
 from ..managers.scoring import ScoreInput, Scores, score
 from ..managers.tokenizer_manager import TokenizerManager
 from .loop_thread import LoopThread
@@ -59,13 +59,30 @@ class EngineControl:
         reply = self._thread.call(self._models.update_from_tensors(query, str(path.parent)))
         return reply.success, reply.message
 
-    def update_weights_from_distributed(self, *_: Any, **__: Any) -> tuple[bool, str]:
-        """Refused: weights come from disk or as tensors."""
-        raise RequestError(NO_GROUPS)
+    def init_weights_update_group(
+        self, master_address: str, master_port: int, rank_offset: int, world_size: int, *more: str, **named: Any
+    ) -> tuple[bool, str]:
+        """Join a group in which a trainer, rank 0, which listens there, broadcasts weights. more, named: group_name, backend
+        ("nccl"; "gloo" on CPUs), timeout."""
+        place = {"master_address": master_address, "master_port": master_port, "rank_offset": rank_offset, "world_size": world_size}
+        names = dict(zip(("group_name", "backend"), more, strict=False))
+        reply = self._thread.call(self._models.init_group(parse_struct(InitGroupInput, {**place, **names, **named})))
+        return reply.success, reply.message
 
-    def init_weights_update_group(self, *_: Any, **__: Any) -> tuple[bool, str]:
-        """Refused, as update_weights_from_distributed is."""
-        raise RequestError(NO_GROUPS)
+    def destroy_weights_update_group(self, group_name: str = GROUP) -> tuple[bool, str]:
+        """Leave a group."""
+        reply = self._thread.call(self._models.destroy_group(group_name))
+        return reply.success, reply.message
+
+    def update_weights_from_distributed(
+        self, names: list[str], dtypes: list[Any], shapes: list[Any], group_name: str = GROUP, **more: Any
+    ) -> tuple[bool, str]:
+        """Replace tensors, by their names in a checkpoint, by what the trainer of the group broadcasts in this order. more:
+        flush_cache, abort_all_requests, weight_version."""
+        given = {"names": names, "dtypes": [str(dtype) for dtype in dtypes], "shapes": [list(shape) for shape in shapes]}
+        query = parse_struct(FromGroupInput, {**given, "group_name": group_name, **more})
+        reply = self._thread.call(self._models.update_from_group(query))
+        return reply.success, reply.message
 
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> tuple[bool, str]:
         """Rename the weights."""

@@ -15,7 +15,16 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..managers.errors import RequestError
 from ..managers.io_struct import ControlReply
-from ..managers.model_service import NO_GROUPS, FromDiskInput, ModelService, ProfileInput, Tag, UpdateInput
+from ..managers.model_service import (
+    FromDiskInput,
+    FromGroupInput,
+    GroupInput,
+    InitGroupInput,
+    ModelService,
+    ProfileInput,
+    Tag,
+    UpdateInput,
+)
 from .http_io import JSONReply, json_object, parse_body, read_body
 from .server_state import state_of
 from .struct_body import body_of, parse_struct, struct_parser
@@ -46,12 +55,6 @@ class NameInput(msgspec.Struct, kw_only=True):
 
     name: str
     truncate_size: int = 100
-
-
-class GroupInput(msgspec.Struct, kw_only=True):
-    """Body of the routes for process groups, which are refused."""
-
-    group_name: str = "weight_update_group"
 
 
 class TagsInput(msgspec.Struct, kw_only=True):
@@ -143,13 +146,26 @@ async def update_weight_version(request: Request) -> Response:
     return _told(await service.set_version(query.new_version, abort_all=query.abort_all_requests))
 
 
-@router.post("/init_weights_update_group", openapi_extra=body_of(GroupInput))
+@router.post("/init_weights_update_group", openapi_extra=body_of(InitGroupInput))
+async def init_weights_update_group(request: Request) -> Response:
+    """Join a group in which a trainer broadcasts weights; answers when all its members are there."""
+    service = _service(request)
+    return _told(await service.init_group(await parse_body(request, struct_parser(InitGroupInput))))
+
+
 @router.post("/destroy_weights_update_group", openapi_extra=body_of(GroupInput))
-@router.post("/update_weights_from_distributed", openapi_extra=body_of(GroupInput))
-async def groups(request: Request) -> Response:
-    """Refused: weights come from disk or as tensors."""
-    state_of(request).engine()
-    raise RequestError(NO_GROUPS)
+async def destroy_weights_update_group(request: Request) -> Response:
+    """Leave a group."""
+    service = _service(request)
+    query = await parse_body(request, struct_parser(GroupInput))
+    return _told(await service.destroy_group(query.group_name))
+
+
+@router.post("/update_weights_from_distributed", openapi_extra=body_of(FromGroupInput))
+async def update_weights_from_distributed(request: Request) -> Response:
+    """Replace some tensors by what the trainer of a group broadcasts now."""
+    service = _service(request)
+    return _told(await service.update_from_group(await parse_body(request, struct_parser(FromGroupInput))))
 
 
 @router.get("/get_weights_by_name", include_in_schema=False)

@@ -218,7 +218,8 @@ def _structural_format(node: Any, at: str) -> Any:
     if kind not in STRUCTURAL_FORMATS:
         raise NotEnforced("type", at, f"{kind!r}")
     if kind == JSON_SCHEMA:
-        return {"type": JSON_SCHEMA, "json_schema": Narrowing(node["json_schema"]).result()}
+        style = {"style": node["style"]} if "style" in node else {}  # how it is written, where that is not as JSON
+        return {"type": JSON_SCHEMA, "json_schema": Narrowing(node["json_schema"]).result(), **style}
     if kind == REGEX:
         if fault := pattern_fault(node["pattern"], in_json=False):
             raise NotEnforced("pattern", at, f"that {fault}")

@@ -10,23 +10,80 @@ from ..tool_parsers.events import Tools
 
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
-# parser -> (what begins a call, what ends it, which text triggers it); {name} is the tool's. Formats whose marks are control tokens
-# are not here: a grammar is over text.
-_TAGS: dict[str, tuple[str, str, str]] = {
-    "hermes": ('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "<tool_call>"),
+# parser -> (what begins a call, what ends it, which text triggers it, how its arguments are written); {name} is the tool's. Whether
+# the marks are control tokens of a tokenizer, which no text can make, is for the caller to know.
+_TAGS: dict[str, tuple[str, str, str, str]] = {
+    "hermes": ('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "<tool_call>", "json"),
     "deepseekv3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
         "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜>",
+        "json",
     ),
     "deepseekv31": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         "<｜tool▁calls▁begin｜>",
+        "json",
+    ),
+    "deepseekv32": (
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="{name}">\n',
+        "\n</｜DSML｜invoke>\n</｜DSML｜function_calls>",
+        "<｜DSML｜function_calls>",
+        "deepseek_xml",
+    ),
+    "deepseekv4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="{name}">\n',
+        "\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>",
+        "<｜DSML｜tool_calls>",
+        "deepseek_xml",
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function={name}>\n",
+        "\n</function>\n</tool_call>",
+        "<tool_call>",
+        "qwen_xml",
+    ),
+    "minimax-m2": (
+        '<minimax:tool_call>\n<invoke name="{name}">\n',
+        "\n</invoke>\n</minimax:tool_call>",
+        "<minimax:tool_call>",
+        "minimax_xml",
+    ),
+    "glm45": ("<tool_call>{name}\n", "\n</tool_call>", "<tool_call>", "glm_xml"),
+    "hunyuan": (
+        "<tool_calls><tool_call>{name}<tool_sep>",
+        "</tool_call></tool_calls>",
+        "<tool_calls>",
+        "glm_xml",
+    ),
+    "llama3": ('<|python_tag|>{{"name": "{name}", "parameters": ', "}", "<|python_tag|>", "json"),
+    "mistral": ('[TOOL_CALLS] [{{"name": "{name}", "arguments": ', "}]", "[TOOL_CALLS]", "json"),
+    "interns1": (
+        '<|action_start|> <|plugin|>\n{{"name": "{name}", "parameters": ',
+        "}<|action_end|>",
+        "<|action_start|> <|plugin|>",
+        "json",
+    ),
+    "cohere_command4": (
+        '<|START_ACTION|>[{{"tool_name": "{name}", "parameters": ',
+        "}]<|END_ACTION|>",
+        "<|START_ACTION|>",
+        "json",
+    ),
+    "gpt-oss": (
+        "<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>",
+        "<|call|>",
+        "<|channel|>commentary to=",
+        "json",
     ),
 }
-for _name in ("qwen", "qwen25", "trinity"):
-    _TAGS[_name] = _TAGS["hermes"]
+for _like, _names in {
+    "hermes": ("qwen", "qwen25", "trinity"),
+    "qwen3_coder": ("mimo", "step3p5"),
+    "glm45": ("glm", "glm47"),
+}.items():
+    _TAGS |= dict.fromkeys(_names, _TAGS[_like])
 
 
 def calls_schema(tools: Tools, *, at_most_one: bool) -> dict[str, Any]:
@@ -63,6 +120,10 @@ def _moved(schema: Any, place: str) -> Any:
     return moved
 
 
+def _style(style: str) -> dict[str, str]:
+    return {} if style == "json" else {"style": style}
+
+
 def strict_tag(parser: str, tools: Tools) -> dict[str, Any] | None:
     """A structural tag with which free text may hold calls of these tools only, with arguments by schema.
 
@@ -70,12 +131,12 @@ def strict_tag(parser: str, tools: Tools) -> dict[str, Any] | None:
     """
     if parser not in _TAGS:
         return None
-    begin, end, trigger = _TAGS[parser]
+    begin, end, trigger, style = _TAGS[parser]
     tags = [
         {
             "type": "tag",
             "begin": begin.format(name=json.dumps(name, ensure_ascii=False)[1:-1]),
-            "content": {"type": "json_schema", "json_schema": schema or NO_ARGUMENTS},
+            "content": {"type": "json_schema", "json_schema": schema or NO_ARGUMENTS, **_style(style)},
             "end": end,
         }
         for name, schema in tools.items()

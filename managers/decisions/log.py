@@ -37,6 +37,7 @@ from ..io_struct import (
     TokenOutput,
     ToScheduler,
     UpdateWeightsReq,
+    WeightsGroupReq,
     pack_ids,
     unpack_ids,
 )
@@ -47,7 +48,14 @@ from ..scheduler import Scheduler
 FORMAT = 1
 RING_TURNS = 200
 STOP_STRING = "stop_string"  # kind of a finish by one of the request's stop strings
-QUESTIONS = (CacheReportReq, ExplainCacheReq, LastTurnsReq, ReadWeightReq, ProfileReq)  # change nothing, so are not recorded
+QUESTIONS = (
+    CacheReportReq,
+    ExplainCacheReq,
+    LastTurnsReq,
+    ReadWeightReq,
+    ProfileReq,
+    WeightsGroupReq,
+)  # change nothing, so are not recorded
 
 
 class BatchRecord(msgspec.Struct, omit_defaults=True, kw_only=True):
@@ -218,7 +226,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
     if isinstance(message, AbortReq):
         return AbortReq(rid=name(message.rid), abort_all=message.abort_all)
     if isinstance(message, UpdateWeightsReq):
-        return msgspec.structs.replace(message, path="?")
+        return msgspec.structs.replace(message, path="?", group="", tensors=[])
     if isinstance(message, ReleaseHoldReq):
         return ReleaseHoldReq(session=name(message.session))
     if isinstance(message, LoadGrammarReq | DropGrammarReq):  # a grammar only changes the sampled ids

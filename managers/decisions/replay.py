@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ...model_executor.step import ModelInfo, ProfileSpec, StepHandle, StepInput, StepOutput
+from ...model_executor.step import GroupSpec, ModelInfo, ProfileSpec, StepHandle, StepInput, StepOutput, TensorSpec
 from ..control import Control
 from ..errors import BanyanError
 from ..event_loop import EventLoop, make_loop
@@ -117,6 +117,16 @@ class _RecordedRunner:
 
     def update_weights(self, path: str, load_format: str, *, partial: bool) -> None:
         """There are no weights."""
+
+    def join_group(self, spec: GroupSpec) -> None:
+        """No trainer takes part."""
+
+    def leave_group(self, name: str) -> None:
+        """There is none."""
+
+    def receive_weights(self, group: str, tensors: Sequence[TensorSpec], folder: str) -> str:
+        """Weights do not matter."""
+        return folder
 
     def read_weight(self, name: str, limit: int) -> list[float]:
         raise ValueError("there are no weights")

@@ -22,12 +22,18 @@ _OPEN = ReasoningMarks("<think>", "</think>", template_opens=True)
 
 REASONING_MARKS: dict[str, ReasoningMarks] = {
     "deepseek-r1": _OPEN,
+    "apertus2509": ReasoningMarks("<|inner_prefix|>", "<|inner_suffix|>"),
+    "cohere_command4": ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>"),
     "deepseek-v3": _THINK,
+    "deepseek-v4": _THINK,
     "gemma4": ReasoningMarks("<|channel>", "<channel|>"),
     "glm45": _THINK,
     "gpt-oss": ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", template_opens=True),
+    "hunyuan": _THINK,
+    "interns1": _THINK,
     "kimi": ReasoningMarks("\u25c1think\u25b7", "\u25c1/think\u25b7"),
     "kimi_k2": _THINK,
+    "mimo": _THINK,
     "minimax": _OPEN,
     "minimax-m3": ReasoningMarks("<mm:think>", "</mm:think>"),
     "mistral": ReasoningMarks("[THINK]", "[/THINK]"),
@@ -35,4 +41,5 @@ REASONING_MARKS: dict[str, ReasoningMarks] = {
     "qwen3": _THINK,
     "qwen3-thinking": _OPEN,
     "step3": _OPEN,
+    "step3p5": _OPEN,
 }

@@ -351,3 +351,29 @@ class PlainJson(JsonCalls):
     """An answer that is nothing but an array of {"name": ..., "parameters": {...}}, or one such object."""
 
     bare = "[{"
+
+
+class InternS1(JsonCalls):
+    """<|action_start|> <|plugin|>{"name": ..., "parameters": {...}}<|action_end|>"""
+
+    begin = ("<|action_start|> <|plugin|>",)
+    end = "<|action_end|>"
+    starts = begin
+    markers = ("<|action_start|>", "<|plugin|>", end)
+
+
+class CohereCommand4(JsonCalls):
+    """<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]<|END_ACTION|>"""
+
+    begin = ("<|START_ACTION|>",)
+    end = "<|END_ACTION|>"
+    starts = begin
+    markers = (*begin, end)
+
+
+class GigaChat3(JsonCalls):
+    """<|function_call|>{"name": ..., "arguments": {...}}, in older templates behind "function call" """
+
+    begin = ("<|function_call|>", "function call<|role_sep|>")
+    starts = begin
+    markers = ("<|function_call|>", "<|role_sep|>", "<|message_sep|>")

@@ -147,6 +147,13 @@ class Pythonic(CallParser):
         return end + 1 if text.startswith("]", end) else pos
 
 
+class Lfm2(Pythonic):
+    """The same between <|tool_call_start|> and <|tool_call_end|>."""
+
+    starts = ("<|tool_call_start|>",)
+    markers = ("<|tool_call_start|>", "<|tool_call_end|>")
+
+
 def _may_become(beginning: re.Pattern[str], text: str, pos: int) -> bool:
     """All the rest of the text is such a beginning, and not too long."""
     return len(text) - pos < MAX_NAME and beginning.fullmatch(text, pos) is not None

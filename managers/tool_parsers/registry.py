@@ -5,30 +5,39 @@ from __future__ import annotations
 from .events import Tools
 from .harmony import Harmony
 from .header_calls import DeepSeekV3, DeepSeekV31, KimiK2
-from .json_calls import Hermes, Llama3, Mistral, PlainJson
-from .pythonic import Pythonic
+from .json_calls import CohereCommand4, GigaChat3, Hermes, InternS1, Llama3, Mistral, PlainJson
+from .pythonic import Lfm2, Pythonic
 from .scan import CallParser
-from .xml_calls import Glm45, MiniMaxM2, Qwen3Coder
+from .xml_calls import DeepSeekV4, DeepSeekV32, Glm45, Hunyuan, MiniCpm5, MiniMaxM2, Qwen3Coder, Step3
 
 TOOL_PARSERS: dict[str, type[CallParser]] = {
+    "cohere_command4": CohereCommand4,
     "deepseekv3": DeepSeekV3,
     "deepseekv31": DeepSeekV31,
+    "deepseekv32": DeepSeekV32,
+    "deepseekv4": DeepSeekV4,
+    "gigachat3": GigaChat3,
     "glm": Glm45,
     "glm45": Glm45,
     "glm47": Glm45,
     "gpt-oss": Harmony,
     "hermes": Hermes,
+    "hunyuan": Hunyuan,
+    "interns1": InternS1,
     "json": PlainJson,
     "kimi_k2": KimiK2,
+    "lfm2": Lfm2,
     "llama3": Llama3,
     "llama4": Pythonic,
     "mimo": Qwen3Coder,
+    "minicpm5": MiniCpm5,
     "minimax-m2": MiniMaxM2,
     "mistral": Mistral,
     "pythonic": Pythonic,
     "qwen": Hermes,
     "qwen25": Hermes,
     "qwen3_coder": Qwen3Coder,
+    "step3": Step3,
     "step3p5": Qwen3Coder,
     "trinity": Hermes,
 }
@@ -44,6 +53,14 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (  # name -> what a chat templ
     ("kimi_k2", ("<|tool_calls_section_begin|>",)),
     ("deepseekv3", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseekv31", ("<｜tool▁call▁begin｜>",)),
+    ("deepseekv32", ("<｜DSML｜function_calls>",)),
+    ("deepseekv4", ("<｜DSML｜tool_calls>",)),
+    ("step3", ("<｜tool_calls_begin｜>", "steptml")),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("interns1", ("<|action_start|>", "<|plugin|>")),
+    ("cohere_command4", ("<|START_ACTION|>",)),
+    ("hunyuan", ("<tool_calls>", "<tool_sep>")),
+    ("minicpm5", ("<function name=", "<param name=")),
     ("minimax-m2", ("<minimax:tool_call>",)),
     ("qwen3_coder", ("<tool_call>", "<function=")),
     ("glm45", ("<tool_call>", "<arg_key>")),

@@ -209,3 +209,61 @@ class MiniMaxM2(XmlCalls):
     own_lines = True
     starts = (wrapper[0], call_open)
     markers = wrapper
+
+
+class MiniCpm5(XmlCalls):
+    """<function name="NAME"><param name="KEY">value</param></function>"""
+
+    call_open, name_close = "<function name=", ">"
+    param_open, key_close, value_close = "<param name=", ">", "</param>"
+    call_close = "</function>"
+    starts = (call_open,)
+
+
+class Hunyuan(XmlCalls):
+    """<tool_calls><tool_call>NAME<tool_sep><arg_key>key</arg_key><arg_value>value</arg_value></tool_call></tool_calls>"""
+
+    wrapper = ("<tool_calls>", "</tool_calls>")
+    call_open, name_close = "<tool_call>", "<tool_sep>"
+    param_open, key_close = "<arg_key>", "</arg_key>"
+    value_open, value_close = "<arg_value>", "</arg_value>"
+    call_close = "</tool_call>"
+    guess = True
+    starts = (wrapper[0], call_open)
+    markers = (*wrapper, call_open, name_close, param_open, key_close, value_open, value_close, call_close)
+
+
+class DeepSeekV32(XmlCalls):
+    """<｜DSML｜function_calls><｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">value</...>"""
+
+    wrapper = ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>")
+    call_open, name_close = "<｜DSML｜invoke name=", ">"
+    param_open, key_close, value_close = "<｜DSML｜parameter name=", ">", "</｜DSML｜parameter>"
+    call_close = "</｜DSML｜invoke>"
+    guess = True
+    starts = (wrapper[0], call_open)
+    markers = (*wrapper, "｜DSML｜")
+
+    @staticmethod
+    def key_of(text: str) -> tuple[str, bool]:
+        name, _, kind = text.strip().partition('" string="')
+        return name.strip().strip('"'), kind.startswith("true")
+
+
+class DeepSeekV4(DeepSeekV32):
+    """The same within <｜DSML｜tool_calls>."""
+
+    wrapper = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
+    starts = (wrapper[0], DeepSeekV32.call_open)
+    markers = (*wrapper, "｜DSML｜")
+
+
+class Step3(XmlCalls):
+    """<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="NAME"><steptml:parameter name="KEY">value</...>"""
+
+    wrapper = ("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>")
+    call_open, name_close = "<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name=", ">"
+    param_open, key_close, value_close = "<steptml:parameter name=", ">", "</steptml:parameter>"
+    call_close = "</steptml:invoke><｜tool_call_end｜>"
+    starts = (wrapper[0], call_open)
+    markers = (*wrapper, "<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterator
@@ -73,12 +74,22 @@ def workers(start: Callable[..., Server]) -> Iterator[list[Server]]:
         server.terminate()
 
 
+@pytest.fixture
+def tokenizer(model: str, tmp_path: Path) -> str:
+    """The model's tokenizer in a form that every version of transformers reads."""
+    folder = Path(shutil.copytree(model, tmp_path / "tokenizer"))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["eos_token"] = config["eos_token"]["content"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize("backend", ["sglang", "sglang-oai"])
-def test_load_generator(workers: list[Server], model: str, tmp_path: Path, backend: str) -> None:
+def test_load_generator(workers: list[Server], tokenizer: str, tmp_path: Path, backend: str) -> None:
     python, port = program("sglang", "python"), str(workers[0].port)
     sizes = ["--num-prompts", "40", "--random-input-len", "64", "--random-output-len", "16"]
-    where = ["--host", "127.0.0.1", "--port", port, "--tokenizer", model, "--dataset-name", "random-ids", "--model", "tiny"]
+    where = ["--host", "127.0.0.1", "--port", port, "--tokenizer", tokenizer, "--dataset-name", "random-ids", "--model", "tiny"]
     output = ["--output-file", "out.jsonl", "--flush-cache"]
     run(python, "-c", LOAD_GENERATOR, "--backend", backend, *where, *sizes, *output, folder=tmp_path)
     assert json.loads((tmp_path / "out.jsonl").read_text())["completed"] == 40
@@ -129,13 +140,13 @@ def test_gateways_route_prefixes_to_their_worker(workers: list[Server], tmp_path
 
 
 @pytest.mark.timeout(700)
-def test_evaluation_harness(workers: list[Server], model: str, tmp_path: Path) -> None:
+def test_evaluation_harness(workers: list[Server], tokenizer: str, tmp_path: Path) -> None:
     """Choices scored through echoed log-probabilities."""
     harness, data = program("lm-eval", "lm_eval"), tmp_path / "data.jsonl"
     rows = [{"question": f"The sum of {i} and one is", "choices": [f" {i}", f" {i + 1}"], "answer": 1} for i in range(12)]
     data.write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "choices.yaml").write_text(TASK.replace("FILE", str(data)))
-    where = f"model=tiny,base_url={workers[0].url}/v1/completions,tokenizer={model},num_concurrent=4,max_length=1000"
+    where = f"model=tiny,base_url={workers[0].url}/v1/completions,tokenizer={tokenizer},num_concurrent=4,max_length=1000"
     told = run(
         *(harness, "--model", "local-completions", "--model_args", where, "--include_path", str(tmp_path), "--tasks", "choices"),
         folder=tmp_path,
@@ -144,11 +155,11 @@ def test_evaluation_harness(workers: list[Server], model: str, tmp_path: Path) -
 
 
 @pytest.mark.timeout(700)
-def test_guidellm(workers: list[Server], model: str, tmp_path: Path) -> None:
+def test_guidellm(workers: list[Server], tokenizer: str, tmp_path: Path) -> None:
     told = run(
         *(program("guidellm", "guidellm"), "run", "--backend", f"kind=openai_http,target={workers[0].url},model=tiny"),
         *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=20"),
-        *("--tokenizer", f"kind=hf_auto,model={model}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
+        *("--tokenizer", f"kind=hf_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
         folder=tmp_path,
     )
     assert "successful=20 errored=0" in told

@@ -12,24 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
-from harness import CONFIG
 from safetensors.numpy import load_file, save
-from tiny_tokenizers import byte_level_folder
+from tiny_weights import NAME, PARAMS, PROMPT, ids_and_cached, run, save_model
 
 from banyan import Engine, RequestError
-
-PROMPT = list(range(100, 140))
-PARAMS = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-NAME = "model.layers.0.self_attn.q_proj.weight"
-
-
-def save_model(folder: Path, seed: int) -> str:
-    torch.manual_seed(seed)
-    names = {name: value for name, value in CONFIG.items() if name not in ("architectures", "model_type", "torch_dtype")}
-    config = transformers.LlamaConfig(**names, pad_token_id=None, initializer_range=0.5)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return str(byte_level_folder(folder) and folder)
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +38,6 @@ def engine(shared: Engine, folders: tuple[str, str]) -> Iterator[Engine]:
     state = shared.get_server_info()["internal_states"][0]
     assert state["memory_balanced"]
     assert not state["paused"]
-
-
-def run(engine: Engine, **more: Any) -> Any:
-    return engine.generate(input_ids=PROMPT, sampling_params=PARAMS, **more)
-
-
-def ids_and_cached(engine: Engine) -> tuple[list[int], int]:
-    answer = run(engine)
-    return answer["output_ids"], answer["meta_info"]["cached_tokens"]
 
 
 def tensors(folder: str) -> dict[str, np.ndarray]:
@@ -118,9 +95,6 @@ def test_bad_places_are_refused(engine: Engine, folders: tuple[str, str], tmp_pa
     with pytest.raises(RequestError, match="no folder or file"):
         engine.update_weights_from_disk("/no/such/model")
     assert not engine.update_weights_from_disk(str(tmp_path))[0]
-    with pytest.raises(RequestError) as caught:
-        engine.update_weights_from_distributed(names=["x"])
-    assert caught.value.status_code == 400
     assert len(run(engine)["output_ids"]) == 12
 
 

@@ -112,7 +112,76 @@ def python(calls: Any) -> str:
     return f"[{', '.join(texts)}]"
 
 
+def minicpm(calls: Any) -> str:
+    text = minimax(calls).replace("<minimax:tool_call>\n", "").replace("\n</minimax:tool_call>", "").replace("\n", "")
+    text = text.replace("<invoke", "<function").replace("</invoke", "</function")
+    return text.replace("<parameter", "<param").replace("</parameter", "</param").replace("<town>2", "<town>\n2")
+
+
+def hunyuan(calls: Any) -> str:
+    def one(name: str, arguments: dict[str, Any]) -> str:
+        (text,) = [glm([(name, arguments)])]
+        return text.replace(f"<tool_call>{name}\n", f"<tool_call>{name}<tool_sep>\n", 1)
+
+    return f"<tool_calls>\n{chr(10).join(one(*call) for call in calls)}\n</tool_calls>"
+
+
+def invoked(opening: str, closing: str, *, prefix: str, wrapper: tuple[str, str], told: bool) -> Any:
+    def write(calls: Any) -> str:
+        texts = []
+        for name, arguments in calls:
+            text = ""
+            for key, item in arguments.items():
+                kind = f' string="{str(isinstance(item, str)).lower()}"' if told else ""
+                value = item if isinstance(item, str) else json.dumps(item)
+                text += f'<{prefix}parameter name="{key}"{kind}>{value}</{prefix}parameter>\n'
+            texts.append(f'{opening}<{prefix}invoke name="{name}">\n{text}</{prefix}invoke>{closing}')
+        return wrapper[0] + "\n" + "\n".join(texts) + "\n" + wrapper[1]
+
+    return write
+
+
+def dsml(word: str) -> Any:
+    return invoked("", "", prefix="｜DSML｜", wrapper=(f"<｜DSML｜{word}>", f"</｜DSML｜{word}>"), told=True)
+
+
+STEP3 = invoked(
+    "<｜tool_call_begin｜>function<｜tool_sep｜>",
+    "<｜tool_call_end｜>",
+    prefix="steptml:",
+    wrapper=("<｜tool_calls_begin｜>", "<｜tool_calls_end｜>"),
+    told=False,
+)
+
+
+def lfm(calls: Any) -> str:
+    return f"<|tool_call_start|>{python(calls)}<|tool_call_end|>"
+
+
+def interns(calls: Any) -> str:
+    texts = [json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls]
+    return "".join(f"<|action_start|> <|plugin|>\n{text}<|action_end|>" for text in texts)
+
+
+def cohere(calls: Any) -> str:
+    texts = [{"tool_call_id": str(i), "tool_name": name, "parameters": values} for i, (name, values) in enumerate(calls)]
+    return f"<|START_ACTION|>{json.dumps(texts)}<|END_ACTION|>"
+
+
+def gigachat(calls: Any) -> str:
+    return "".join("<|function_call|>" + json.dumps({"name": name, "arguments": values}) for name, values in calls)
+
+
 FORMATS: dict[str, Any] = {
+    "minicpm5": minicpm,
+    "hunyuan": hunyuan,
+    "deepseekv32": dsml("function_calls"),
+    "deepseekv4": dsml("tool_calls"),
+    "step3": STEP3,
+    "lfm2": lfm,
+    "interns1": interns,
+    "cohere_command4": cohere,
+    "gigachat3": gigachat,
     "hermes": tagged,
     "qwen25": tagged,
     "qwen3_coder": coder,
@@ -210,7 +279,7 @@ def test_arguments_stream_before_the_call_ends(name: str) -> None:
     events = [event for piece in text[: text.index("x" * 400) + 200] for event in parser.feed(piece)]
     assert isinstance(events[0], CallStart)
     arguments = "".join(event.text for event in events if isinstance(event, CallArguments))
-    assert ("x" * 100 in arguments) == (name != "pythonic")
+    assert ("x" * 100 in arguments) == (name not in ("pythonic", "lfm2"))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -60,7 +60,15 @@ def test_the_schema_is_one_that_backends_enforce() -> None:
     assert [each.backend for each in found] == ["xgrammar", "llguidance"]
 
 
-@pytest.mark.parametrize("name", ["hermes", "qwen25", "deepseekv3", "deepseekv31"])
+XML = {
+    "qwen_xml": "<parameter=root>\n1\n</parameter>",
+    "minimax_xml": '<parameter name="root">1</parameter>',
+    "glm_xml": "<arg_key>root</arg_key>\n<arg_value>1</arg_value>",
+    "deepseek_xml": '<｜DSML｜parameter name="root" string="false">1</｜DSML｜parameter>',
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_PARSERS if strict_tag(name, TOOLS)])
 def test_strict_tags_are_what_the_parser_reads(name: str) -> None:
     tag = strict_tag(name, TOOLS)
     assert tag is not None
@@ -70,14 +78,15 @@ def test_strict_tags_are_what_the_parser_reads(name: str) -> None:
     ):
         assert each["begin"].startswith(tag["format"]["triggers"][0])
         parser = create_parser(name, TOOLS)
-        events = parser.feed(each["begin"] + arguments + each["end"]) + parser.finish()
+        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "1" in arguments else ""
+        events = parser.feed(each["begin"] + written + each["end"]) + parser.finish()
         assert [event.name for event in events if hasattr(event, "name")] == [tool]
         assert "".join(event.text for event in events if hasattr(event, "text")) == arguments
 
 
 def test_other_formats_have_no_tag() -> None:
     assert strict_tag("kimi_k2", TOOLS) is None
-    assert strict_tag("llama3", TOOLS) is None
+    assert strict_tag("pythonic", TOOLS) is None
 
 
 @pytest.mark.parametrize(
@@ -92,6 +101,14 @@ def test_other_formats_have_no_tag() -> None:
         ("<｜tool▁call▁begin｜>", "deepseekv31"),
         ("<|tool_calls_section_begin|>", "kimi_k2"),
         ("<|start_header_id|> parameters", "llama3"),
+        ("<｜DSML｜function_calls>", "deepseekv32"),
+        ("<｜DSML｜tool_calls>", "deepseekv4"),
+        ("<｜tool_calls_begin｜> steptml:invoke", "step3"),
+        ("<|tool_call_start|>[", "lfm2"),
+        ("<|action_start|> <|plugin|>", "interns1"),
+        ("<|START_ACTION|>", "cohere_command4"),
+        ("<tool_calls><tool_call>x<tool_sep>", "hunyuan"),
+        ("<function name=x><param name=y>", "minicpm5"),
         ("plain", None),
         ("", None),
     ],
