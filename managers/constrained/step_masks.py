@@ -31,7 +31,9 @@ def refused(reason: str) -> FinishReason:
     return FinishReason(kind="abort", message=reason, status_code=500, err_type="InternalServerError")
 
 
-DEAD_END = refused("No token is left that the grammar allows.")
+DEAD_END = FinishReason(  # the grammar is the client's: one like "root ::= root" has no text
+    kind="abort", message="No token is left that the grammar allows.", status_code=400, err_type="BadRequestError"
+)
 TOO_SLOW = FinishReason(
     kind="abort",
     message="The grammar takes too long: what it allows next was not found within --grammar-mask-timeout.",

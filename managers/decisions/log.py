@@ -252,6 +252,11 @@ def _disguised_params(params: SamplingParams, disguise: Disguise) -> SamplingPar
     )
 
 
+def _light(message: ToScheduler) -> ToScheduler:
+    """A message as it may stay in memory: a compiled grammar can have a hundred megabytes, and no record has it."""
+    return DropGrammarReq(key="") if isinstance(message, LoadGrammarReq) else message
+
+
 class TurnSink:
     """Where a Recorder puts the turns that are over."""
 
@@ -306,7 +311,7 @@ class Recorder:
     def take(self, messages: list[ToScheduler]) -> list[ToScheduler]:
         """A turn begins with these messages, which are handed through."""
         self.end_turn()
-        self._turn = Turn(self.num_turns, messages)
+        self._turn = Turn(self.num_turns, [_light(message) for message in messages])
         return messages
 
     def end_turn(self) -> None:

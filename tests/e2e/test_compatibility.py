@@ -162,4 +162,4 @@ def test_guidellm(workers: list[Server], tokenizer: str, tmp_path: Path) -> None
         *("--tokenizer", f"kind=hf_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
         folder=tmp_path,
     )
-    assert "successful=20 errored=0" in told
+    assert "successful=20 errored=0" in told, told[-3000:]

@@ -92,3 +92,11 @@ def test_regex_ebnf_and_structural_tags(engine: Engine) -> None:
     assert text_of(ebnf='root ::= "yes" | "no"') in ("yes", "no")
     tag = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": BOOLEAN}, "end": "</f>"}
     assert text_of(structural_tag={"type": "structural_tag", "format": tag}) in ("<f>true</f>", "<f>false</f>")
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("grammar", [{"ebnf": "root ::= root"}, {"json_schema": {"$ref": "#"}}])
+def test_a_grammar_that_no_text_follows_is_the_clients_error(engine: Engine, grammar: Any) -> None:
+    with pytest.raises(RequestError, match="No token is left") as caught:
+        engine.generate(prompt="x", sampling_params=grammar)
+    assert caught.value.status_code == 400

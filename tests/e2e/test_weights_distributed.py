@@ -19,6 +19,8 @@ from banyan import Engine, RequestError
 TRAINER = Path(__file__).with_name("trainer.py")
 TIMEOUT = 60.0
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
@@ -105,15 +107,21 @@ def test_a_trainer_hands_over_all_weights(folders: tuple[str, str], trainer: Cal
         assert engine.destroy_weights_update_group() == (True, "Done.")
         assert not engine.destroy_weights_update_group()[0]
         assert not engine.update_weights_from_distributed(**own.announced([NAME]))[0]
-        again = trainer(name="again")
-        meet(engine, again, group_name="again")
-        again.close()
-        success, _ = engine.update_weights_from_distributed(**again.announced([NAME]), group_name="again")
-        assert not success, "a trainer that died is an error, not a wait"
-        assert not engine.destroy_weights_update_group("again")[0], "and its group is left"
-        assert ids_and_cached(engine)[0] == second
 
 
+def test_a_trainer_that_dies_is_an_error_and_no_wait(folders: tuple[str, str], trainer: Callable[..., Trainer]) -> None:
+    with Engine(model_path=folders[0], max_total_tokens=2048, strict=True) as engine:
+        first, _ = ids_and_cached(engine)
+        own = trainer()
+        meet(engine, own)
+        own.close()
+        success, _ = engine.update_weights_from_distributed(**own.announced([NAME]))
+        assert not success
+        assert not engine.destroy_weights_update_group()[0], "its group is left"
+        assert ids_and_cached(engine) == (first, 39)
+
+
+@pytest.mark.nightly
 def test_each_rank_takes_its_part(tmp_path: Path, trainer: Callable[..., Trainer]) -> None:
     """Two stages and a trainer: a group of three."""
     first, second = (save_model(tmp_path / name, seed, num_hidden_layers=2) for seed, name in enumerate("ab"))

@@ -32,8 +32,10 @@ from banyan.managers.io_struct import (
     CacheHint,
     CacheReportReq,
     ContinueReq,
+    DropGrammarReq,
     FlushCacheReq,
     GenerateReq,
+    LoadGrammarReq,
     LogprobParams,
     PauseReq,
     ReleaseHoldReq,
@@ -509,6 +511,17 @@ def test_idle_turns_do_not_grow_the_file(folder: Path, tmp_path: Path) -> None:
     assert recorded.recorder.num_turns <= num_turns + 1
     assert path.stat().st_size <= size + 300
     assert size > 500, "it is flushed when nothing happens"
+
+
+def test_no_compiled_grammar_stays_in_memory(folder: Path) -> None:
+    """They have up to a hundred megabytes each, and the last turns are kept."""
+    recorded = Recorded(folder, None, overlap=False, page_size=1)
+    message = LoadGrammarReq(call_id=1, key="k", backend="xgrammar", data=b"large")
+    assert recorded.recorder.take([message]) == [message]
+    recorded.recorder.end_turn()
+    kept = [each for turn in recorded.recorder.ring for each in turn.messages]
+    assert [type(each) for each in kept if not isinstance(each, Tick)] == [DropGrammarReq]
+    recorded.close()
 
 
 def test_a_full_disk_ends_the_recording_only(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
