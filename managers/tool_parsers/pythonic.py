@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import ClassVar
 
 from .events import Tools
 from .json_text import dumps, python_value, skip_blanks
@@ -22,8 +23,8 @@ _PLAIN = re.compile(r"[^\"'()\[\]{},\\]*")
 class Pythonic(CallParser):
     """Arguments are told one by one, each when it is whole. Those without a name get the names of the schema in its order."""
 
-    starts = ()
-    markers = ("<|python_start|>", "<|python_end|>")
+    starts: ClassVar[tuple[str, ...]] = ()
+    markers: ClassVar[tuple[str, ...]] = ("<|python_start|>", "<|python_end|>")
 
     def __init__(self, tools: Tools | None = None) -> None:
         super().__init__(tools)
