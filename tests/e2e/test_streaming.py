@@ -41,6 +41,7 @@ def whole(server: Server, ids: list[int], **params: Any) -> tuple[str, list[int]
 
 @pytest.mark.parametrize("interval", [1, 2, 3, 7])
 def test_characters_are_never_torn(plain: Server, tokenizer: Tokenizer, interval: int) -> None:
+    """ST-04."""
     text = "世界 ď 😀 👩‍👩‍👧 e\u0301 世界"
     ids = tokenizer.encode(text)
     texts, joined, meta = deltas(plain, ids, interval)
@@ -77,6 +78,7 @@ def test_an_openai_stream_joins_to_the_whole(plain: Server, tokenizer: Tokenizer
 
 
 def test_ids_that_are_replacement_characters_are_streamed(plain: Server, tokenizer: Tokenizer) -> None:
+    """ST-02."""
     [broken] = [id for id in range(2, 258) if tokenizer.decode([id]) == "\ufffd"][:1]
     texts, joined, _ = deltas(plain, [broken] * 400)
     assert "".join(texts) == "\ufffd" * 400 == tokenizer.decode(joined[:-1])
@@ -89,6 +91,7 @@ STOPS = ["Observation:", "\nUser:", "</tool_call>", "世界", "ď 😀", "\ufffd
 @pytest.mark.parametrize("interval", [1, 3])
 @pytest.mark.parametrize("stop", STOPS)
 def test_no_part_of_a_stop_string_is_streamed(plain: Server, tokenizer: Tokenizer, stop: str, interval: int) -> None:
+    """ST-06."""
     ids = tokenizer.encode("a b, " + stop + " six seven")
     texts, joined, meta = deltas(plain, ids, interval, stop=stop)
     assert "".join(texts) == "a b, "
@@ -135,6 +138,7 @@ def test_a_stop_string_of_single_characters_one_per_step(plain: Server, tokenize
 
 @pytest.mark.parametrize("limit", [None, 2])
 def test_a_half_matched_stop_is_delivered_at_the_end(plain: Server, tokenizer: Tokenizer, limit: int | None) -> None:
+    """ST-08."""
     ids = [*tokenizer.encode("a"), *tokenizer.encode("\n")]
     texts, _, meta = deltas(plain, ids, stop="\n\n", max_new_tokens=limit)
     assert "".join(texts) == "a\n"
@@ -150,6 +154,7 @@ def test_half_a_character_is_delivered_at_the_end_only(plain: Server, tokenizer:
 
 
 def test_stop_tokens_and_special_tokens(plain: Server, tokenizer: Tokenizer) -> None:
+    """ST-12: a stop token whose text is not shown takes none of the text before it along."""
     [eot] = tokenizer.encode(EOT)
     ids = [*tokenizer.encode("injury."), eot]
     cases: list[tuple[dict[str, Any], str, int]] = [
@@ -191,6 +196,7 @@ def test_a_stop_string_loses_to_no_token_behind_it(plain: Server, tokenizer: Tok
 
 
 def test_min_new_tokens_holds_off_tokens_and_not_strings(plain: Server, tokenizer: Tokenizer) -> None:
+    """SA-08."""
     ids = tokenizer.encode("ab")
     banned = [EOS, 1, *tokenizer.encode(EOT)]
     for stream in (False, True):

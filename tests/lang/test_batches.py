@@ -82,7 +82,7 @@ def test_an_error_stays_with_its_item() -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_nested_forks_and_batches_never_starve(num_threads: int) -> None:
-    """32 programs x 4 forks on 4 threads, each of which runs a batch of its own."""
+    """DS-06: 32 programs x 4 forks on 4 threads, each of which runs a batch of its own."""
     script = ScriptedBackend()
 
     @bn.function

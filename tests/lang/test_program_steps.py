@@ -214,6 +214,7 @@ def test_defaults_are_sglangs(script: ScriptedBackend) -> None:
 
 
 def test_n_makes_a_list_and_text_goes_on_with_the_first(script: ScriptedBackend) -> None:
+    """DS-02."""
     script.answer = lambda prompt, params: ["A", "B", "C"][: params.n]
     state = run(script, lambda s: s.__iadd__("p" + bn.gen("x", n=3) + "q" + bn.gen("y")))
     assert state["x"] == ["A", "B", "C"]

@@ -67,7 +67,7 @@ def best(method: Any, model: WordModel, text: str, choices: list[str]) -> str:
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize("bos", [1, None])
 def test_select_equals_an_exhaustive_computation(serve: Any, method: Any, ids: bool, bos: int | None) -> None:
-    """40 random cases. The vocabulary has words that begin in the prompt and end in a choice, over one token and over more."""
+    """DS-04, LP-10: 40 random cases, among them words that begin in the prompt and end in a choice, over one token or more."""
     draw = random.Random(f"{ids} {bos}")
     model = WordModel(["the", "ab", "ba", "aba", "ab ab", " a", "b a", "bab", "the ab"], bos=bos)
     _, backend = serve(model, ids=ids)

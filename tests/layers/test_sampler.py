@@ -131,6 +131,7 @@ def test_frequencies_follow_the_probabilities():
 
 @pytest.mark.parametrize(("temperature", "samples"), [(0.0, False), (9e-7, False), (2e-6, True), (1.0, True)])
 def test_only_temperatures_below_the_epsilon_are_greedy(temperature, samples):
+    """SA-02."""
     logits = torch.tensor([[0.0, 1e-9, 1e-9]]).repeat(200, 1)  # so flat that any sampling spreads
     ids = sample(logits, params(200, temperature=temperature, position=np.arange(200)))
     assert (len(set(ids.tolist())) > 1) is samples

@@ -139,7 +139,7 @@ def edited(logits: np.ndarray, prompt: list[int], output: list[int], own: dict[s
 
 
 def test_controls(paged: tuple[Runner, int], model: transformers.PreTrainedModel) -> None:
-    """Greedy, all together, with retractions: each token is a best one of the edited logits."""
+    """SA-08: greedy, all together, with retractions and cache hits: each token is a best one of the edited logits."""
     runner, page_size = paged
     harness = Harness("", overlap=True, page_size=page_size, runner=runner, total=4096, faults={"retract_every": 6})
     prompt = [*SHARED, 260, 3575]

@@ -126,6 +126,7 @@ def test_the_leading_space_goes_only_at_the_very_start(byte_fallback: Tokenizer)
 
 @pytest.mark.parametrize("kind", ["byte_level", "window"])
 def test_a_run_of_lone_bytes_streams(byte_level: Tokenizer, kind: str) -> None:
+    """ST-02: nothing waits for a character that never comes."""
     lone = byte_level.tokens.index("¡")  # byte 0xA1, a continuation byte
     tokenizer = byte_level if kind == "byte_level" else through_window(byte_level)
     deltas = stream(tokenizer, [[lone]] * 400)
@@ -134,6 +135,7 @@ def test_a_run_of_lone_bytes_streams(byte_level: Tokenizer, kind: str) -> None:
 
 
 def test_the_window_decodes_a_bounded_number_of_ids(byte_level: Tokenizer) -> None:
+    """ST-02."""
     sizes: list[int] = []
 
     class Counting(Tokenizer):
@@ -238,12 +240,14 @@ def test_no_part_of_a_stop_string_is_shown(byte_level: Tokenizer, stop: str) -> 
 
 
 def test_a_half_matched_stop_is_delivered_at_the_end(byte_level: Tokenizer) -> None:
+    """ST-08."""
     ids = byte_level.encode("a\n")
     deltas, _ = run(byte_level, [ids, [1]], EOS, DecodeOptions(stop=["\n\n"]))
     assert deltas == ["a", "\n"]
 
 
 def test_text_behind_the_stop_in_the_same_step_is_cut(byte_level: Tokenizer) -> None:
+    """ST-10."""
     ids = byte_level.encode("four five six seven")
     finish = FinishReason(kind="stop", matched="five")
     assert "".join(run(byte_level, [ids], finish, DecodeOptions(stop=["five"]))[0]) == "four "
@@ -252,6 +256,7 @@ def test_text_behind_the_stop_in_the_same_step_is_cut(byte_level: Tokenizer) -> 
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_stop_token_takes_nothing_visible_along(byte_level: Tokenizer, skip: bool) -> None:
+    """ST-12."""
     ids = byte_level.encode("an injury.")
     options = DecodeOptions(skip_special_tokens=skip)
     assert "".join(run(byte_level, [ids, [1]], EOS, options)[0]) == "an injury."
@@ -304,6 +309,7 @@ def test_rows_keep_their_columns(byte_level: Tokenizer) -> None:
 
 
 def test_unknown_rids_are_dropped_with_one_warning(byte_level: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    """ST-16."""
     detokenizer = Detokenizer(byte_level)
     [a] = byte_level.encode("a")
     with caplog.at_level(logging.WARNING):

@@ -71,6 +71,7 @@ def solo(folder: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("overlap", "page_size"), [(False, 1), (True, 1), (False, 16), (True, 16)])
 @pytest.mark.parametrize("seed", range(3))
 def test_each_equals_its_solo_run(folder: Path, solo: dict[str, list[int]], overlap: bool, page_size: int, seed: int) -> None:
+    """SA-04: rows join, end and are retracted at different steps."""
     rng = np.random.default_rng(seed)
     faults = {"retract_every": float(rng.integers(3, 9))} if seed else None
     harness = Harness(

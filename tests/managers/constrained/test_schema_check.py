@@ -69,6 +69,7 @@ IGNORED: list[tuple[Any, str]] = [  # a schema, and the keyword that xgrammar wo
 
 @pytest.mark.parametrize(("schema", "message"), IGNORED, ids=lambda value: value if isinstance(value, str) else None)
 def test_what_xgrammar_would_ignore_is_refused_by_name(schema: Any, message: str) -> None:
+    """GR-10."""
     with pytest.raises(RequestError) as caught:
         candidates(JSON_SCHEMA, json.dumps(schema), preferred="xgrammar", installed=["xgrammar"])
     assert message in str(caught.value) and caught.value.status_code == 400 and caught.value.param == JSON_SCHEMA
@@ -125,6 +126,20 @@ def test_rewritten_schemas(backends: dict[str, GrammarBackend], name: str, schem
         assert not accepts(grammar, json.dumps(value, ensure_ascii=False)), value
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_characters_beyond_ascii_however_the_schema_spells_them(
+    backends: dict[str, GrammarBackend], name: str, ascii_only: bool
+) -> None:
+    """GR-08."""
+    schema = {"properties": {"größe": {"enum": ["北京", "ö", "😀"]}, "ü": {"const": "é"}}, "required": ["größe", "ü"]}
+    text = json.dumps({"type": "object", "additionalProperties": False, **schema}, ensure_ascii=ascii_only)
+    grammar = backends[name].load(backends[name].compile(JSON_SCHEMA, text))
+    for value in ("北京", "ö", "😀"):
+        assert accepts(grammar, json.dumps({"größe": value, "ü": "é"}, ensure_ascii=False))
+    assert not accepts(grammar, json.dumps({"größe": "Ã¶", "ü": "é"}, ensure_ascii=False))
+
+
 def parses(text: str) -> bool:
     try:
         json.loads(text)
@@ -151,7 +166,7 @@ def walk(grammar: CompiledGrammar, rng: random.Random, limit: int = 400) -> str 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_whatever_a_grammar_can_finish_validates(backends: dict[str, GrammarBackend], name: str) -> None:
-    """Random walks: numbers that never close, raw control characters, missing properties would show."""
+    """GR-14: random walks: numbers that never close, raw control characters, missing properties would show."""
     rng = random.Random(7)
     schemas = [
         {"type": "number"},
