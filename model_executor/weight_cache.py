@@ -32,7 +32,7 @@ from .weight_form import WeightPlan
 log = logging.getLogger(__name__)
 
 SAMPLE = 1 << 20  # bytes of a checkpoint's beginning and end that are part of its identity
-MIN_BYTES = 32 << 20
+MIN_BYTES = 32 << 20  # of a checkpoint
 SUFFIX, PARTIAL = ".packed", ".partial"
 GIB = 1 << 30
 
@@ -78,9 +78,6 @@ class WeightCache:
     def _pack_and_keep(self, make: Callable[[], DecoderModel], fill: Callable[[DecoderModel], None], native: Native) -> Loaded:
         loaded = packed(make, fill, "packed now")
         nbytes = size_of(loaded.model)
-        if nbytes < MIN_BYTES:
-            loaded.why = "not kept: so small a model is packed as soon as mapped"
-            return loaded
         if nbytes > self._limit:
             loaded.why = f"not kept: {nbytes / GIB:.2f} GiB are above weight_cache_bytes"
             return loaded
@@ -134,7 +131,10 @@ def _reason_against(config: RunnerConfig, plan: WeightPlan) -> str:
         return "weights are not packed"
     if config.weight_cache_bytes <= 0:
         return "weight_cache_bytes is 0"
-    return "dummy weights" if config.load_format == "dummy" else ""
+    if config.load_format == "dummy":
+        return "dummy weights"
+    is_small = sum(path.stat().st_size for path in _files(config.model_path)) < MIN_BYTES
+    return "so small a model is packed as soon as mapped" if is_small else ""
 
 
 def _key(config: RunnerConfig, shard: Shard, plan: WeightPlan, native: Native) -> str:

@@ -14,7 +14,7 @@ from server import running, until
 
 pytestmark = [pytest.mark.model, pytest.mark.nightly]
 
-NUM_PROMPTS, NUM_TOKENS = 1, 4000
+NUM_PROMPTS, NUM_TOKENS = 3, 4000
 LONG = 20.0  # seconds, after which servers that ask for a token call themselves dead
 VOCAB = 49152
 

@@ -151,7 +151,7 @@ def test_a_header_of_other_extents_is_refused(start, folder, monkeypatch) -> Non
     assert start().info.explain["weight_cache"] == "packed now", "it still serves"
 
 
-@pytest.mark.parametrize("obstacle", ["folder", "disk full", "disk nearly full", "too large", "small"])
+@pytest.mark.parametrize("obstacle", ["folder", "disk full", "disk nearly full", "too large"])
 def test_what_cannot_be_kept_is_served_all_the_same(start, folder, monkeypatch, obstacle) -> None:
     options: dict[str, Any] = {}
     if obstacle == "folder":
@@ -165,14 +165,18 @@ def test_what_cannot_be_kept_is_served_all_the_same(start, folder, monkeypatch, 
         monkeypatch.setattr(weight_cache, "write", write)
     elif obstacle == "disk nearly full":
         monkeypatch.setattr(weight_cache, "GIB", 1 << 60)
-    elif obstacle == "too large":
-        options["weight_cache_bytes"] = 1000
     else:
-        monkeypatch.setattr(weight_cache, "MIN_BYTES", 1 << 40)
+        options["weight_cache_bytes"] = 1000
     runner = start(**options)
     assert runner.info.explain["weight_cache"].startswith("not kept: ")
     if obstacle != "folder":
         assert [path.suffix for path in folder.iterdir()] == [".lock"], "nothing is left behind"
+
+
+def test_small_models_leave_nothing(start, folder, monkeypatch) -> None:
+    monkeypatch.setattr(weight_cache, "MIN_BYTES", 1 << 20)
+    assert start().info.explain["weight_cache"].startswith("off: so small")
+    assert not folder.exists()
 
 
 def test_what_was_not_used_for_longest_makes_room(start, folder) -> None:
