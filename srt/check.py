@@ -13,10 +13,12 @@ from typing import NamedTuple
 import psutil
 
 from ..managers.errors import StartError
-from .model_source import resolve_model
+from .model_source import cache_dir, resolve_model
 from .server_args import ServerArgs
 
 MIN_FILES = 4096  # descriptors: each client takes one
+COMPILERS = ("c++", "g++", "clang++")
+MIN_CACHE_BYTES = 2 << 30
 WARM_BYTES = 1 << 30  # besides weights: code, activations, the other processes
 
 
@@ -30,7 +32,16 @@ class Finding(NamedTuple):
 
 def check(args: ServerArgs) -> list[Finding]:
     """Every question, in the order in which a start would meet it. A model that is not here is fetched, nothing else is done."""
-    checks: tuple[Callable[[ServerArgs], list[Finding]], ...] = (_port, _model, _memory, _threads, _files, _sockets, _outside)
+    checks: tuple[Callable[[ServerArgs], list[Finding]], ...] = (
+        _port,
+        _model,
+        _memory,
+        _threads,
+        _files,
+        _sockets,
+        _cache,
+        _outside,
+    )
     return [finding for one in checks for finding in one(args)]
 
 
@@ -113,10 +124,26 @@ def _sockets(args: ServerArgs) -> list[Finding]:
     return [Finding(level, "sockets", f"{folder}, {free / 1e9:.1f} GB free")]
 
 
+def _cache(args: ServerArgs) -> list[Finding]:
+    """Kernels and packed weights are kept there; without it every start makes them again, or does without."""
+    folder = cache_dir()
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [Finding("warning", "cache", f"{existing} cannot be written: kernels and packed weights are not kept")]
+    free = shutil.disk_usage(existing).free
+    level = "ok" if free > MIN_CACHE_BYTES else "warning"
+    return [Finding(level, "cache", f"{folder}, {free / 1e9:.1f} GB free")]
+
+
 def _outside(args: ServerArgs) -> list[Finding]:
     found = []
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    found.append(Finding("ok", "compiler", compiler or "none: kernels that are compiled on the machine are not used"))
+    given = os.environ.get("CXX", "")
+    compiler = next(filter(None, map(shutil.which, (given,) if given else COMPILERS)), None)
+    if compiler is None:
+        lacking = f"CXX names {given}, which is not there" if given else f"none of {', '.join(COMPILERS)} is there"
+        found.append(Finding("warning", "compiler", f"{lacking}: without a C++ compiler torch computes, which is slower"))
+    else:
+        found.append(Finding("ok", "compiler", compiler))
     if args.host not in ("127.0.0.1", "localhost", "::1"):
         found.append(
             Finding("warning", "network", f"{args.host} can be reached from other machines; put a proxy or keys before it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,22 @@ def test_check_finds_what_a_start_would_meet(tmp_path: Path, capsys: pytest.Capt
         assert cli.main(["check", "--model-path", str(tmp_path), "--port", str(port)]) == 1
         assert "is in use" in capsys.readouterr().out
     assert levels(model_path=str(tmp_path), port=0, host="0.0.0.0")["network"] == "warning"
+
+
+def test_check_looks_for_a_compiler_and_a_place_to_keep_things(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args = ServerArgs.from_kwargs({"model_path": str(tmp_path), "port": 0})
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("BANYAN_CACHE", "/dev/null/cache")
+    found = {finding.topic: finding for finding in check(args)}
+    assert found["compiler"].level == "warning"
+    assert "CXX names no-such-compiler" in found["compiler"].text
+    assert (found["cache"].level, found["cache"].text.split()[0]) == ("warning", "/dev/null")
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setenv("BANYAN_CACHE", str(tmp_path / "not yet"))
+    found = {finding.topic: finding for finding in check(args)}
+    assert found["compiler"].level == "ok"
+    assert "GB free" in found["cache"].text
+    assert not (tmp_path / "not yet").exists()
 
 
 def test_check_sees_too_many_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from harness import CONFIG
 from tiny_tokenizers import byte_level_folder
 
 DEADLINE = 60.0
+START_DEADLINE = 180.0
 CANARY = {"text": "the quick brown fox", "sampling_params": {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}}
 
 
@@ -74,7 +75,7 @@ class Server:
     # --- life
 
     def wait_ready(self) -> None:
-        until(lambda: self.process.poll() is not None or "fired up and ready to roll!" in self.text())
+        until(lambda: self.process.poll() is not None or "fired up and ready to roll!" in self.text(), START_DEADLINE)
         assert self.process.poll() is None, self.text()
 
     def text(self) -> str:
