@@ -322,7 +322,8 @@ class ModelRunner:
     def _sample(self, logits: torch.Tensor, step: StepInput, draws: torch.Tensor | None) -> torch.Tensor:
         kernel = self._attention.draw
         if kernel is None or draws is None:
-            return sample(logits, step.sampling)
+            native = self._plan.native
+            return sample(logits, step.sampling, greedy_ids=native.greedy if isinstance(native, Native) else None)
         return sample(logits, step.sampling, draw=partial(kernel, params_5S=draws))
 
     def _launch_part(self, step: StepInput) -> StepHandle:

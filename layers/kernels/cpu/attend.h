@@ -205,7 +205,7 @@ static inline void attend(
   for (int i = 0; i < n; ahead = nullptr) {
     float* state = states + i * state_size(P);
     const int left = n - i;
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
     if (left >= 6) {
       attend_rows<6>(q + i * P, tile, ahead, lo + i, hi + i, kv, state, P), i += 6;
       continue;

@@ -10,7 +10,7 @@
 
 namespace bny {
 
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
 constexpr int MANY = 8;    // queries of a block in registers
 constexpr int ROUND = 16;  // attend_many takes a multiple of so many: of MANY and of VL
 constexpr int kOrder[VL] = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};  // the leaves of vf_store_sum4's tree
@@ -38,7 +38,7 @@ struct Seen {
 };
 
 // Rows r of VL floats each become columns.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(BNY_AVX512)
 BNY_INLINE void transpose(const float* const* rows, int at, float* out, int64_t stride) {
   __m256 r[8], t[8];
   for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(rows[i] + at);
@@ -83,9 +83,7 @@ BNY_INLINE void add_class(const float* q, const float* kt, int d, int P, vf (&ac
 #pragma GCC unroll 12
     for (int r = 0; r < MANY; r++) {
       vf x = vf_set1(q[r * P]);
-#if defined(__AVX2__)
-      __asm__ volatile("" : "+v"(x));  // used up before the next one: there are registers for one
-#endif
+      BNY_USE_NOW(x);
       acc[r][0] = vf_fma(x, a, acc[r][0]);
       acc[r][1] = vf_fma(x, b, acc[r][1]);
     }
@@ -134,9 +132,7 @@ static __attribute__((noinline)) void mix_many(const float* p, const float* v, S
 #pragma GCC unroll 12
     for (int r = 0; r < MANY; r++) {
       vf weight = vf_set1(p[r * TILE + j]);
-#if defined(__AVX2__)
-      __asm__ volatile("" : "+v"(weight));
-#endif
+      BNY_USE_NOW(weight);
 #pragma GCC unroll 2
       for (int i = 0; i < N; i++) acc[r][i] = vf_fma(weight, value[i], acc[r][i]);
     }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401 - first: the library must find its OpenMP loaded, two of them fight for the cores
+import torch  # first: the library must find its OpenMP loaded, two of them fight for the cores
 
 from .build import BuildError, build, choose_level
 
@@ -42,8 +42,8 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bny_add_norm": (None, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_float, c_void_p, c_int64, c_int64, c_int64)),
     "bny_act_mul": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
     "bny_rope_write": (None, (c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_float)),
-    "bny_argmax": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "bny_mask": (None, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "bny_greedy": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "bny_run": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
@@ -71,6 +71,15 @@ class Native:
     isa: str
     path: Path
     why: str
+
+    def greedy(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """int64 [S]: the greedy choice of each row of float32 logits, as sampler.sample makes it."""
+        if logits_SV.dtype is not torch.float32 or logits_SV.device.type != "cpu" or logits_SV.stride(1) != 1:
+            raise ValueError("logits must be rows of float32 on the CPU")
+        num_rows, vocab_size = logits_SV.shape
+        ids = torch.empty(num_rows, dtype=torch.int64)
+        self.lib.bny_greedy(logits_SV.data_ptr(), logits_SV.stride(0), ids.data_ptr(), num_rows, vocab_size)
+        return ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(BNY_AVX512) || defined(__ARM_NEON)
 enum { MR = 12 };
 #elif defined(__AVX2__)
 enum { MR = 6 };
@@ -20,11 +20,7 @@ struct FloatRows {
 // The largest block takes all registers but one: the compiler must not broadcast the next row's value before this one is used up.
 template <int M>
 BNY_INLINE void in_order(vf& a) {
-#if defined(__AVX2__)
-  if (M == MR) __asm__ volatile("" : "+v"(a));
-#else
-  (void)a;
-#endif
+  if (M == MR) BNY_USE_NOW(a);
 }
 
 struct F32 {

@@ -7,7 +7,7 @@
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
 enum { MR = 6 };
 #else
 enum { MR = 4 };
@@ -16,17 +16,21 @@ enum { ROWS_PER_TILE = 48 };
 
 // --- integers: every 32-bit lane of a vi is four bytes, and their products are summed
 
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
 BNY_INLINE vi abs8(vi a) { return _mm512_abs_epi8(a); }
 BNY_INLINE vi sign8(vi a, vi by) { return _mm512_mask_sub_epi8(a, _mm512_movepi8_mask(by), _mm512_setzero_si512(), a); }
 BNY_INLINE vi low4(vi a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
 BNY_INLINE vi high4(vi a) { return _mm512_and_si512(_mm512_srli_epi16(a, 4), _mm512_set1_epi8(15)); }
 #if defined(BNY_VNNI)
+#if defined(BNY_EMULATED)
+BNY_INLINE vi dot_us(vi acc, vi u, vi s) { return _mm512_dpbusd_epi32(acc, u, s); }
+#else
 // The compiler spills the accumulators of the intrinsic.
 BNY_INLINE vi dot_us(vi acc, vi u, vi s) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
   return acc;
 }
+#endif
 BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return dot_us(acc, u, s); }
 BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 #else
@@ -73,7 +77,7 @@ BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 // and spills: there the order is written down.
 template <int M>
 BNY_INLINE vi add_nibbles(vi acc, vi u, const int32_t* x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(BNY_AVX512)
   if (M > 2) {
     vi t;
     __asm__("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(t) : "x"(u), "m"(*x));
@@ -85,7 +89,7 @@ BNY_INLINE vi add_nibbles(vi acc, vi u, const int32_t* x) {
 
 template <int M>
 BNY_INLINE vi add_bytes(vi acc, vi value, vi size, const int32_t* x) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX2__) && !defined(BNY_AVX512)
   if (M > 2) {
     vi t;
     __asm__("vpbroadcastd %4, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"

@@ -8,7 +8,7 @@
 
 namespace {
 
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(BNY_AVX512) || defined(__ARM_NEON)
 enum { MR = 12 };
 #elif defined(__AVX2__)
 enum { MR = 6 };
@@ -48,9 +48,7 @@ void add_block(const Block& b) {
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
       vf a = vf_set1(x[m * ldx + i]);
-#if defined(__AVX2__)
-      __asm__ volatile("" : "+v"(a));  // used up before the next broadcast: there are registers for one
-#endif
+      BNY_USE_NOW(a);
       acc[m][0] = vf_fma(a, w0, acc[m][0]);
       acc[m][1] = vf_fma(a, w1, acc[m][1]);
     }

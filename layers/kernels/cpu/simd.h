@@ -13,16 +13,27 @@
 
 #define BNY_INLINE static inline __attribute__((always_inline))
 
-#if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
+// BNY_EMULATED (1: avx512, 2: avx512_bf16) is for tests: the code of AVX-512 over functions that do the same on any CPU.
+#if defined(__AVX512BW__) || defined(BNY_EMULATED)
+#define BNY_AVX512 1
+#endif
+#if defined(BNY_EMULATED) ? BNY_EMULATED == 2 : defined(__AVX512BF16__) && defined(__AVX512VNNI__)
 #define BNY_ISA "avx512_bf16"
 #define BNY_DOT_BF16 1
 #define BNY_VNNI 1
-#elif defined(__AVX512BW__)
+#elif defined(BNY_AVX512)
 #define BNY_ISA "avx512"
 #elif defined(__AVX2__)
 #define BNY_ISA "avx2"
 #else
 #define BNY_ISA "generic"
+#endif
+
+// Has a vector used up before the next one is made, where there are registers for one: compilers order anew, and spill.
+#if defined(__AVX2__) && !defined(BNY_EMULATED)
+#define BNY_USE_NOW(a) __asm__ volatile("" : "+v"(a))
+#else
+#define BNY_USE_NOW(a) (void)(a)
 #endif
 
 // --- scalars
@@ -85,7 +96,7 @@ BNY_INLINE uint16_t f32_to_f16(float f) {
 
 // --- vectors: load and store are unaligned; fma(a, b, c) is a * b + c
 
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
 enum { VL = 16 };
 typedef __m512 vf;
 typedef __m512i vi;

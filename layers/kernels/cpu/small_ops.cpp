@@ -71,17 +71,43 @@ void mask_row(const uint32_t* bits, float* x, int64_t n) {
   }
 }
 
-int64_t argmax_row(const float* x, int64_t n) {
-  vf top = vf_set1(-kInf);
+constexpr int64_t FAILED = -1, NO_CHOICE = -2;  // of layers/sampling_input.py
+
+// The greatest of n whole vectors; *finite turns NaN where a value is not finite.
+vf greatest_of(const float* x, int64_t n, vf* finite) {
+  vf a = vf_set1(-kInf), b = a, c = *finite, d = vf_zero();
   int64_t i = 0;
-  bool nan = false;
-  for (; i + VL <= n; i += VL) top = vf_max(top, vf_load(x + i));
-  float best = vf_hmax(top);
-  for (; i < n; i++) best = x[i] > best ? x[i] : best;
-  for (i = 0; i < n; i++) nan |= x[i] != x[i];
-  for (i = 0; i < n; i++)
-    if (nan ? x[i] != x[i] : x[i] == best) return i;
-  return 0;
+  for (; i + 2 * VL <= n; i += 2 * VL) {
+    const vf u = vf_load(x + i), v = vf_load(x + i + VL);
+    a = vf_max(a, u), b = vf_max(b, v);
+    c = vf_fma(u, vf_zero(), c), d = vf_fma(v, vf_zero(), d);
+  }
+  for (; i < n; i += VL) a = vf_max(a, vf_load(x + i)), c = vf_fma(vf_load(x + i), vf_zero(), c);
+  *finite = vf_add(c, d);
+  return vf_max(a, b);
+}
+
+int64_t greedy_id(const float* x, int64_t n) {
+  constexpr int64_t BLOCK = 64 * VL;
+  const int64_t whole = n / VL * VL;
+  float best = -kInf;
+  int64_t at = 0;  // where the first block begins that holds the best
+  vf finite = vf_zero();
+  for (int64_t i = 0; i < whole; i += BLOCK) {
+    const float top = vf_hmax(greatest_of(x + i, std::min(BLOCK, whole - i), &finite));
+    if (top > best) best = top, at = i;
+  }
+  float rest = vf_sum(finite);
+  for (int64_t i = whole; i < n; i++) {
+    rest += x[i] * 0.0f;
+    if (x[i] > best) best = x[i], at = i;
+  }
+  if (rest != rest)
+    for (int64_t i = 0; i < n; i++)
+      if (x[i] != x[i] || x[i] == kInf) return FAILED;
+  if (best == -kInf) return NO_CHOICE;
+  while (x[at] != best) at++;
+  return at;
 }
 
 }  // namespace
@@ -155,14 +181,15 @@ void bny_rope_write(
   });
 }
 
-void bny_argmax(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V) {
+void bny_greedy(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V) {
   bny_parallel_spans(S, S * V, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; s++) ids[s] = bny::argmax_row(x + s * ldx, V);
+    for (int64_t s = begin; s < end; s++) ids[s] = bny::greedy_id(x + s * ldx, V);
   });
 }
 
 void bny_mask(const int32_t* bits, int64_t words, const int64_t* rows, int64_t C, float* x, int64_t ldx, int64_t V) {
-#pragma omp parallel for num_threads(bny_threads(C * V / 8))
-  for (int64_t c = 0; c < C; c++) bny::mask_row((const uint32_t*)bits + c * words, x + rows[c] * ldx, V);
+  bny_parallel_spans(C, C * V / 8, [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; c++) bny::mask_row((const uint32_t*)bits + c * words, x + rows[c] * ldx, V);
+  });
 }
 }

@@ -13,7 +13,7 @@ namespace bny {
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-#if defined(__AVX512F__)
+#if defined(BNY_AVX512)
 BNY_INLINE vf vf_round(vf a) { return _mm512_roundscale_ps(a, 8); }
 BNY_INLINE vf vf_scale2(vf a, vf n) { return _mm512_scalef_ps(a, n); }
 BNY_INLINE vf vf_zero_below(vf a, vf x, float limit) {
