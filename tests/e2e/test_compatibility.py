@@ -156,8 +156,9 @@ def test_evaluation_harness(workers: list[Server], tokenizer: str, tmp_path: Pat
 
 @pytest.mark.timeout(700)
 def test_guidellm(workers: list[Server], tokenizer: str, tmp_path: Path) -> None:
+    backend = f"kind=openai_http,target={workers[0].url},model=tiny,request_format=/v1/completions"
     told = run(
-        *(program("guidellm", "guidellm"), "run", "--backend", f"kind=openai_http,target={workers[0].url},model=tiny"),
+        *(program("guidellm", "guidellm"), "run", "--backend", backend),
         *("--profile", "kind=concurrent,streams=2", "--constraint", "kind=max_requests,count=20"),
         *("--tokenizer", f"kind=hf_auto,model={tokenizer}", "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
         folder=tmp_path,
