@@ -1,5 +1,5 @@
-"""EN-04: an Engine in the cells of a notebook. As in IPython, each cell is compiled with await allowed at its top and run on one event
-loop that runs already; no nest_asyncio, no __main__ guard."""
+"""EN-04: an Engine in the cells of a notebook. As in IPython, each cell is compiled with await allowed at its top and run on one
+event loop that runs already; no nest_asyncio, no __main__ guard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A huge prompt does not hold the others up: waits for a probe while it is tokenised, beside those of the idle server just before."""
+"""A huge prompt does not hold the others up: waits for a probe while it is tokenised, beside those of the idle server before."""
 
 from __future__ import annotations
 
