@@ -23,10 +23,10 @@ def essay_judge(s, essay):
     s += "Please judge the following essay.\n\nEssay: " + essay + "\n\n"
     forks = s.fork(len(DIMENSIONS))
     for fork, dimension in zip(forks, DIMENSIONS, strict=True):
-        fork += f"{dimension.capitalize()}, commented on in one sentence:"
+        fork += f"{dimension.capitalize()}, commented on in one sentence: The essay"
         fork += sgl.gen("comment", max_tokens=40, stop="\n")
     for fork, dimension in zip(forks, DIMENSIONS, strict=True):
-        s += f"On {dimension}:" + fork["comment"] + "\n"
+        s += f"On {dimension}: The essay" + fork["comment"] + "\n"
     s += "The grade of this essay, from A to D, is " + sgl.select("grade", ["A", "B", "C", "D"])
 
 
