@@ -111,7 +111,8 @@ class Controller:
         self._groups = groups
         self._links = links
         self._changes = changes
-        self._router = Router(config.load_balance_method, [Load() for _ in groups])
+        sizes = [group.info.max_total_num_tokens for group in groups if group.info]
+        self._router = Router(config.load_balance_method, [Load() for _ in groups], min(sizes))
         self._inbox: Receiver[ToScheduler] = Receiver(context, config.ipc.scheduler, ToScheduler)
         self._to_tokenizer = Sender(context, config.ipc.tokenizer).send
         self._detokenizer = Sender(context, config.ipc.detokenizer)
@@ -165,7 +166,7 @@ class Controller:
         pinned = self._router.pinned(message.data_parallel_rank, message.bootstrap_room)
         if message.session_hold:
             pinned = self._sessions.get(message.session_hold, pinned)
-        namespace = f"{message.extra_key}\0{message.cache_salt}"
+        namespace = f"{message.extra_key}\0{message.cache_salt}\0{message.embeds_key}"
         limit = message.sampling_params.max_new_tokens or 0
         index = self._router.route(message.rid, message.input_ids, limit, namespace=namespace, pinned=pinned)
         if index is None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 
 METHODS = ("round_robin", "total_requests", "total_tokens", "cache_aware", "follow_bootstrap_room")
 BLOCK = 16  # tokens that the approximate tree knows as one
-MAX_BLOCKS = 1 << 18
+MAX_BLOCKS = 1 << 18  # of a replica
+MEMORY = 32  # requests of a replica after which what it was sent to compute counts 1/e
+BALANCE = 0.04  # of the tokens that a replica was sent more than another of late
 
 
 @dataclass(slots=True)
@@ -31,21 +33,22 @@ class Load:
     alive: bool = True
     requests: int = 0
     tokens: int = 0
-    total_tokens: int = 0  # of all requests ever
+    recent_tokens: float = 0.0  # what it was sent to compute, older requests counting less and less
 
 
 class PrefixMap:
-    """An approximate radix tree over all replicas: which of them were sent a prompt that begins with these blocks.
+    """For each replica an approximate radix tree of the prompts that it was sent, and that its cache may still hold.
 
-    A block's key is a hash of all tokens up to its end, so the keys of a prompt are a path. The least recently used go first.
+    A block's key is a hash of all tokens up to its end, so the keys of a prompt are a path. A replica's tree is as large as its
+    cache, and as there the least recently used blocks go first, the end of a path before its beginning.
     """
 
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
+    def __init__(self, num_replicas: int, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
-        self._owners: OrderedDict[bytes, int] = OrderedDict()  # key -> a bit per replica
+        self._trees: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(num_replicas)]
 
     def __len__(self) -> int:
-        return len(self._owners)
+        return sum(len(tree) for tree in self._trees)
 
     def keys(self, namespace: str, input_ids: bytes) -> list[bytes]:
         """The path of a prompt (int32 ids as bytes), whole blocks only."""
@@ -56,45 +59,37 @@ class PrefixMap:
             path.append(digest)
         return path
 
-    def matched(self, path: Sequence[bytes], num_replicas: int) -> list[int]:
+    def matched(self, path: Sequence[bytes]) -> list[int]:
         """Tokens of the path that each replica was sent before."""
-        lengths = [0] * num_replicas
-        following = (1 << num_replicas) - 1
-        for count, key in enumerate(path, 1):
-            following &= self._owners.get(key, 0)
-            if not following:
-                break
-            self._owners.move_to_end(key)
-            for replica in range(num_replicas):
-                if following >> replica & 1:
-                    lengths[replica] = count * BLOCK
-        return lengths
+        return [BLOCK * next((count for count, key in enumerate(path) if key not in tree), len(path)) for tree in self._trees]
 
-    def add(self, path: Iterable[bytes], replica: int) -> None:
+    def add(self, path: Sequence[bytes], replica: int) -> None:
         """The replica is sent this path."""
-        for key in path:
-            self._owners[key] = self._owners.get(key, 0) | 1 << replica
-            self._owners.move_to_end(key)
-        while len(self._owners) > self._max_blocks:
-            self._owners.popitem(last=False)
+        tree = self._trees[replica]
+        for key in reversed(path):
+            tree[key] = None
+            tree.move_to_end(key)
+        while len(tree) > self._max_blocks:
+            tree.popitem(last=False)
 
     def forget(self, replica: int) -> None:
         """The replica has lost its cache."""
-        for key, owners in list(self._owners.items()):
-            self._owners[key] = owners & ~(1 << replica)
-            if not self._owners[key]:
-                del self._owners[key]
+        self._trees[replica].clear()
 
 
 @dataclass(slots=True)
 class Router:
-    """Chooses replicas and counts what they have to do."""
+    """Chooses replicas and counts what they have to do. cache_tokens: what the cache of one holds."""
 
     method: str
     replicas: list[Load]
-    prefixes: PrefixMap = field(default_factory=PrefixMap)
+    cache_tokens: InitVar[int] = MAX_BLOCKS * BLOCK
+    prefixes: PrefixMap = field(init=False)
     pending: dict[str, Pending] = field(default_factory=dict)
     _last: int = -1
+
+    def __post_init__(self, cache_tokens: int) -> None:
+        self.prefixes = PrefixMap(len(self.replicas), min(cache_tokens // BLOCK, MAX_BLOCKS))
 
     def route(
         self, rid: str, input_ids: bytes, max_new_tokens: int, *, namespace: str = "", pinned: int | None = None
@@ -102,7 +97,7 @@ class Router:
         """The replica of a request, which counts as sent to it; None if the one that it is pinned to, or every one, is down."""
         num_prompt = len(input_ids) // 4
         path = self.prefixes.keys(namespace, input_ids) if self.method == "cache_aware" else []
-        matched = self.prefixes.matched(path, len(self.replicas)) if path else [0] * len(self.replicas)
+        matched = self.prefixes.matched(path)
         chosen = self._choose(matched) if pinned is None else pinned
         if chosen is None or not self.replicas[chosen].alive:
             return None
@@ -112,7 +107,9 @@ class Router:
         self.pending[rid] = Pending(chosen, tokens, num_prompt)
         replica.requests += 1
         replica.tokens += tokens
-        replica.total_tokens += tokens
+        for other in self.replicas:
+            other.recent_tokens *= 1 - 1 / (MEMORY * len(self.replicas))
+        replica.recent_tokens += tokens
         return chosen
 
     def pinned(self, rank: int | None, room: int | None) -> int | None:
@@ -127,8 +124,11 @@ class Router:
             "follow_bootstrap_room": lambda index: 0,  # of a request without a room
             "total_requests": lambda index: self.replicas[index].requests,
             "total_tokens": lambda index: self.replicas[index].tokens,
-            # what it has to do before, and what of the prompt it would have to compute
-            "cache_aware": lambda index: self.replicas[index].tokens - matched[index],
+            # what it has to do before, what of the prompt it would have to compute, and a share of what it did more than others: a
+            # prefix that all want, such as a system prompt, must not gather everybody where it was seen first
+            "cache_aware": lambda index: (
+                self.replicas[index].tokens - matched[index] + int(BALANCE * self.replicas[index].recent_tokens)
+            ),
         }
         cost, size = costs[self.method], len(self.replicas)
         alive = [index for index in range(size) if self.replicas[index].alive]

@@ -1,0 +1,83 @@
+"""Whatever one rank can do, two tensor-parallel ranks do alike: prompts and their log-probabilities, grammars, sessions, new weights; with
+every kind of weights and attention on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from tiny_tokenizers import byte_level_folder
+
+from banyan import Engine
+
+PROMPTS = [list(range(5, 40)), list(range(100, 120))]
+GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+# The scales of int8 weights are those of the channel's part that a rank holds, so the other kinds alone are the same to rounding.
+KINDS: dict[str, tuple[dict[str, Any], float]] = {
+    "float32": ({}, 2e-5),
+    "torch attention": ({"attention_backend": "torch_native"}, 2e-5),
+    "bfloat16": ({"dtype": "bfloat16"}, 2e-5),
+    "int4": ({"quantization": "int4"}, 2e-5),
+    "int8": ({"quantization": "int8"}, 0.05),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two checkpoints of one shape."""
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = transformers.LlamaConfig(vocab_size=512, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, **sizes)
+    folders = []
+    for seed in (0, 1):
+        folder = tmp_path_factory.mktemp(f"model{seed}")
+        torch.manual_seed(seed)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        byte_level_folder(folder)
+        folders.append(str(folder))
+    return folders
+
+
+def everything(models: list[str], **options: Any) -> tuple[dict[str, Any], list[float]]:
+    """(what must be equal, log-probabilities)."""
+    with Engine(model_path=models[0], **{"dtype": "float32", "max_total_tokens": 1024, **options}) as engine:
+        answers = engine.generate(input_ids=PROMPTS, sampling_params=GREEDY, return_logprob=True, logprob_start_len=0)
+        metas = [answer["meta_info"] for answer in answers]
+        entries = [entry for meta in metas for entry in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]]
+        grammar = {"max_new_tokens": 30, "temperature": 0, "regex": "[a-c]{5,9}"}
+        session = engine.open_session(100)
+        turns = [
+            engine.generate(input_ids=ids, sampling_params=GREEDY, session_params={"id": session})
+            for ids in (PROMPTS[0], [7, 8, 9])
+        ]
+        same = {
+            "ids": [answer["output_ids"] for answer in answers],
+            "grammar": engine.generate(input_ids=PROMPTS[1], sampling_params=grammar)["text"],
+            "session": [(turn["output_ids"], turn["meta_info"]["cached_tokens"]) for turn in turns],
+        }
+        success, _ = engine.update_weights_from_disk(models[1])
+        assert success
+        renewed = engine.generate(input_ids=PROMPTS, sampling_params={**GREEDY, "max_new_tokens": 1}, return_logprob=True)
+        entries += [entry for answer in renewed for entry in answer["meta_info"]["output_token_logprobs"]]
+    return same, [entry[0] for entry in entries]
+
+
+@pytest.mark.parametrize(
+    "kind", ["float32", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS if kind != "float32")]
+)
+def test_two_ranks_do_what_one_does(models: list[str], kind: str) -> None:
+    options, tolerance = KINDS[kind]
+    same, logprobs = everything(models, **options)
+    same_of_two, logprobs_of_two = everything(models, **options, tp_size=2, check_decisions=True)
+    assert same_of_two == same
+    assert same["session"][1][1] > len(PROMPTS[0]), "a turn finds the one before in the cache"
+    np.testing.assert_allclose(logprobs_of_two, logprobs, atol=tolerance)
