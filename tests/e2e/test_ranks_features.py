@@ -1,9 +1,8 @@
-"""Whatever one rank can do, two tensor-parallel ranks do alike: prompts and their log-probabilities, grammars, sessions, new weights; with
-every kind of weights and attention on a CPU."""
+"""Whatever one rank can do, two tensor-parallel ranks do alike: prompts and their log-probabilities, grammars, sessions, new weights;
+with every kind of weights and attention on a CPU."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ import transformers
 from tiny_tokenizers import byte_level_folder
 
 from banyan import Engine
+
+pytestmark = pytest.mark.nightly
 
 PROMPTS = [list(range(5, 40)), list(range(100, 120))]
 GREEDY = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
@@ -55,14 +56,13 @@ def everything(models: list[str], **options: Any) -> tuple[dict[str, Any], list[
         entries = [entry for meta in metas for entry in [*meta["input_token_logprobs"][1:], *meta["output_token_logprobs"]]]
         grammar = {"max_new_tokens": 30, "temperature": 0, "regex": "[a-c]{5,9}"}
         session = engine.open_session(100)
-        turns = [
-            engine.generate(input_ids=ids, sampling_params=GREEDY, session_params={"id": session})
-            for ids in (PROMPTS[0], [7, 8, 9])
-        ]
+        first = engine.generate(input_ids=PROMPTS[0], sampling_params=GREEDY, session_params={"id": session})
+        place = {"id": session, "rid": first["meta_info"]["id"]}
+        second = engine.generate(input_ids=[7, 8, 9], sampling_params=GREEDY, session_params=place)
         same = {
             "ids": [answer["output_ids"] for answer in answers],
             "grammar": engine.generate(input_ids=PROMPTS[1], sampling_params=grammar)["text"],
-            "session": [(turn["output_ids"], turn["meta_info"]["cached_tokens"]) for turn in turns],
+            "session": [(turn["output_ids"], turn["meta_info"]["cached_tokens"]) for turn in (first, second)],
         }
         success, _ = engine.update_weights_from_disk(models[1])
         assert success
@@ -71,9 +71,7 @@ def everything(models: list[str], **options: Any) -> tuple[dict[str, Any], list[
     return same, [entry[0] for entry in entries]
 
 
-@pytest.mark.parametrize(
-    "kind", ["float32", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS if kind != "float32")]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_do_what_one_does(models: list[str], kind: str) -> None:
     options, tolerance = KINDS[kind]
     same, logprobs = everything(models, **options)
