@@ -1,4 +1,4 @@
-"""Whatever one rank can do, two tensor-parallel ranks do alike: prompts and their log-probabilities, grammars, sessions, new weights;
+"""What one rank can do, two tensor-parallel ranks do alike: prompts, their log-probabilities, grammars, sessions, new weights;
 with every kind of weights and attention on a CPU."""
 
 from __future__ import annotations
