@@ -49,7 +49,7 @@ def main() -> int:
         print(f"bench_kernels: error: {native.why}", file=sys.stderr)
         return 1
     facts = environment()
-    bandwidth, flops = _machine(native)
+    bandwidth, flops = machine_limits(native)
     shapes = [shape for _ in range(args.layers) for shape in LAYER]
     candidates = _candidates(native, shapes, args.kinds)
     results = []
@@ -96,7 +96,7 @@ def _arguments() -> argparse.Namespace:
     return args
 
 
-def _machine(native: Native) -> tuple[float, float]:
+def machine_limits(native: Native) -> tuple[float, float]:
     """(bytes a second, float32 operations a second)."""
     block, sink = aligned(READ).zero_(), torch.zeros(1)
     address = block.data_ptr()
