@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import RequestError
 from .grammar import BACKENDS, EBNF, JSON_SCHEMA, KINDS, REGEX, STRUCTURAL_TAG
+from .repeats import MAX_REPEATS, repeats_of_rules
 from .schema_narrow import Narrowing, NotEnforced, Unsatisfiable
 from .schema_rules import FORMAT_PATTERNS, pattern_fault, plain_optionals
 
@@ -87,6 +88,8 @@ def _form(backend: str, kind: str, text: str) -> str:
     if kind == EBNF:
         if backend == "outlines":
             raise NotEnforced(EBNF, "#")
+        if repeats_of_rules(text) > MAX_REPEATS:
+            raise NotEnforced(EBNF, "#", f"that repeats something more than {MAX_REPEATS} times")
         return text
     if kind == STRUCTURAL_TAG:
         if backend != "xgrammar":

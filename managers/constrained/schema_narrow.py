@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import unquote
 
+from .repeats import MAX_REPEATS
 from .schema_rules import (
     ANNOTATIONS,
     CHARACTER,
@@ -273,6 +274,8 @@ class Narrowing:
         if node.get("uniqueItems"):
             raise NotEnforced("uniqueItems", at)
         low, counts = _bounds(node, "minItems", "maxItems", at)
+        if low and low > MAX_REPEATS:
+            raise NotEnforced("minItems", at, f"above {MAX_REPEATS}")
         items, prefix = node.get("items", True), node.get("prefixItems")
         if isinstance(items, list):  # as in drafts before 2020-12
             if prefix is not None:

@@ -11,6 +11,8 @@ import math
 import re
 from typing import Any
 
+from .repeats import MAX_REPEATS, least_repeats
+
 ANNOTATIONS = frozenset(
     ("title", "description", "default", "examples", "example", "$comment", "$schema", "$defs", "definitions", "deprecated")
 ) | {"readOnly", "writeOnly", "discriminator"}
@@ -87,6 +89,8 @@ def pattern_fault(pattern: str, *, in_json: bool) -> str:
     """
     if len(pattern) > MAX_PATTERN:
         return f"is longer than {MAX_PATTERN} characters"
+    if least_repeats(pattern) > MAX_REPEATS:
+        return f"repeats something more than {MAX_REPEATS} times"
     try:
         re.compile(pattern)
     except re.error as error:
