@@ -83,9 +83,9 @@ class Driver:
         self.logits: list[torch.Tensor] = []
         sample = model_runner.sample
 
-        def recording(logits, sampling):
+        def recording(logits, sampling, **kernels):
             self.logits.append(logits.clone())
-            return sample(logits, sampling)
+            return sample(logits, sampling, **kernels)
 
         monkeypatch.setattr(model_runner, "sample", recording)
         self.runner = ModelRunner(config)
