@@ -40,14 +40,15 @@ TOO_SLOW = FinishReason(
     status_code=400,
     err_type="BadRequestError",
 )
+BROKEN = refused("The grammar failed.")
 VIOLATED = refused("A token was sampled that the grammar does not allow.")
 
 
 class Look(NamedTuple):
-    """What a grammar says of the next token: the tokens that it forces, or none and a mask, int32 [words]."""
+    """What a grammar says of the next token: the tokens that it forces, or none and a mask, int32 [words]; no mask: it failed."""
 
     forced: list[int]
-    mask: np.ndarray
+    mask: np.ndarray | None
 
 
 def constrained_reason(req: Req, token_id: int) -> FinishReason | None:
@@ -148,7 +149,7 @@ class StepMasks:
                     return Look([], mask)
             except (RuntimeError, ValueError):
                 logger.exception("the grammar of a request failed")
-                return Look([], np.zeros(width, np.int32))
+                return Look([], None)
             return Look(forced, mask)
 
         return look
@@ -163,6 +164,9 @@ class StepMasks:
         if look is None:
             bits[:] = 0
             return TOO_SLOW
+        if look.mask is None:
+            bits[:] = 0
+            return BROKEN
         if look.forced:
             table, row = self._table, req.row
             begin, end = int(table.known_lens[row]), int(table.known_lens[row]) + len(look.forced)

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from ..errors import RequestError
+from .forced_length import ENDLESS, MAX_FORCED, longest_forced
 from .grammar import EBNF, JSON_SCHEMA, KINDS, REGEX, CompiledGrammar, Matcher, Vocabulary
 
 RAW = 0  # the vocabulary is given as the bytes of its tokens
@@ -67,6 +68,7 @@ class XGrammarBackend:
         except (RuntimeError, ValueError, TypeError) as error:
             raise RequestError(f"{kind}: {_reason(error)}", param=kind) from None
         compiled_at = time.perf_counter()
+        self._check_length(kind, compiled)
         written = str(compiled.serialize_json())
         written_at = time.perf_counter()
         self._core.CompiledGrammar.deserialize_json(written, self._info)
@@ -74,6 +76,16 @@ class XGrammarBackend:
         # Reading a large grammar takes longer than compiling it again, once it is known to compile in time.
         form = _Text(kind, text) if compiled_at - begin < loaded_at - written_at else _Written(written)
         return msgspec.msgpack.encode(form)
+
+    def _check_length(self, kind: str, compiled: Any) -> None:
+        forced = longest_forced(str(compiled.grammar().serialize_json()), self._regex_grammar)
+        if forced >= ENDLESS:
+            raise RequestError(f"{kind}: there is a way into it that never comes to an end.", param=kind)
+        if forced > MAX_FORCED:
+            raise RequestError(f"{kind}: it may force {forced} bytes of text at once, more than {MAX_FORCED}.", param=kind)
+
+    def _regex_grammar(self, pattern: str) -> str:
+        return str(self._core.Grammar.from_regex(pattern, False).serialize_json())
 
     def load(self, data: bytes) -> CompiledGrammar:
         form = msgspec.msgpack.decode(data, type=_Text | _Written)

@@ -12,6 +12,7 @@ from typing import Any
 _IN_STRING = re.compile(r'[^"\\]*')
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _BLANK = re.compile(r"\s*")
+MAX_REFERENCES = 16  # that one schema leads to another by
 _SCALAR = re.compile(r"[^\s,;}\]{\[\":<]*")
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -129,8 +130,22 @@ def _no_constant(name: str) -> Any:
 # --- values that a format writes without quotes -----------------------------------------------------------------------------------
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a schema allows at its top; empty: it does not say."""
+def resolved(schema: Any, root: Any) -> Any:
+    """A schema without the local references at its top; what cannot be followed stays."""
+    for _ in range(MAX_REFERENCES):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            break
+        found = root
+        for key in reference[1:].split("/")[1:]:
+            found = found.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        schema = found
+    return schema
+
+
+def types_of(schema: Any, root: Any) -> frozenset[str]:
+    """The JSON types that a schema within root allows at its top; empty: it does not say."""
+    schema = resolved(schema, root)
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -141,7 +156,11 @@ def types_of(schema: Any) -> frozenset[str]:
     for key in ("anyOf", "oneOf"):
         branches = schema.get(key)
         if isinstance(branches, list) and branches:
-            kinds = [types_of({**each, "anyOf": None, "oneOf": None}) for each in branches if isinstance(each, Mapping)]
+            kinds = [
+                types_of({**resolved(each, root), "anyOf": None, "oneOf": None}, None)
+                for each in branches
+                if isinstance(resolved(each, root), Mapping)
+            ]
             return frozenset().union(*kinds) if all(kinds) else frozenset()
     return frozenset(map(_type_of, schema["enum"])) if isinstance(schema.get("enum"), list) else frozenset()
 

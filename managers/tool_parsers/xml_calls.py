@@ -40,6 +40,7 @@ class XmlCalls(CallParser):
         self._value_opens = Marks(self.value_open) if self.value_open else None
         self._value_ends = Marks(self.value_close)
         self._properties: Mapping[str, Any] = {}
+        self._parameters: Any = None  # the schema that they are within
         self._num_arguments = 0
         self._types: frozenset[str] = frozenset()
         self._parts: list[str] = []  # of a value that is told when it is whole
@@ -88,6 +89,7 @@ class XmlCalls(CallParser):
             return end
         schema = (self._tools or {}).get(name, {})
         properties = schema.get("properties")
+        self._parameters = schema
         self._properties = properties if isinstance(properties, Mapping) else {}
         self._num_arguments = 0
         self._argue("{")
@@ -116,7 +118,7 @@ class XmlCalls(CallParser):
         if match is None:
             return pos if len(text) - pos < MAX_KEY and not final else self._skip_key(len(text))
         key, is_string = self.key_of(text[pos : match.start()])
-        self._types = frozenset(["string"]) if is_string else types_of(self._properties.get(key))
+        self._types = frozenset(["string"]) if is_string else types_of(self._properties.get(key), self._parameters)
         self._streams = self._types == {"string"} or not (self._types or self.guess)
         self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._streams else ""))
         self._num_arguments += 1

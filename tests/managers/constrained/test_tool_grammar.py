@@ -61,10 +61,10 @@ def test_the_schema_is_one_that_backends_enforce() -> None:
 
 
 XML = {
-    "qwen_xml": "<parameter=root>\n1\n</parameter>",
-    "minimax_xml": '<parameter name="root">1</parameter>',
-    "glm_xml": "<arg_key>root</arg_key>\n<arg_value>1</arg_value>",
-    "deepseek_xml": '<｜DSML｜parameter name="root" string="false">1</｜DSML｜parameter>',
+    "qwen_xml": '<parameter=root>\n{"next": null}\n</parameter>',
+    "minimax_xml": '<parameter name="root">{"next": null}</parameter>',
+    "glm_xml": '<arg_key>root</arg_key>\n<arg_value>{"next": null}</arg_value>',
+    "deepseek_xml": '<｜DSML｜parameter name="root" string="false">{"next": null}</｜DSML｜parameter>',
 }
 
 
@@ -74,11 +74,11 @@ def test_strict_tags_are_what_the_parser_reads(name: str) -> None:
     assert tag is not None
     assert candidates("structural_tag", json.dumps(tag), preferred="xgrammar", installed=["xgrammar"])
     for each, (tool, arguments) in zip(
-        tag["format"]["tags"], (("tree", '{"root": 1}'), ("other", "{}"), ("now", "{}")), strict=True
+        tag["format"]["tags"], (("tree", '{"root": {"next": null}}'), ("other", "{}"), ("now", "{}")), strict=True
     ):
         assert each["begin"].startswith(tag["format"]["triggers"][0])
         parser = create_parser(name, TOOLS)
-        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "1" in arguments else ""
+        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "root" in arguments else ""
         events = parser.feed(each["begin"] + written + each["end"]) + parser.finish()
         assert [event.name for event in events if hasattr(event, "name")] == [tool]
         assert "".join(event.text for event in events if hasattr(event, "text")) == arguments
