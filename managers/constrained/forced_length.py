@@ -1,9 +1,10 @@
 """How long a text an xgrammar grammar may force.
 
-What a grammar forces is found by native code that nothing can interrupt, a byte after the other. What it finds is never longer than
-the shortest way to an end, so a grammar is safe if every sequence in it has a short one. The lengths are a least fixpoint: a rule is
-as short as its shortest alternative, a sequence as long as its parts together (Knuth, "A generalization of Dijkstra's algorithm",
-1977). References that double from rule to rule, and rules that never end, are found by this and by no look at the text alone.
+What a grammar forces is found by native code that nothing can interrupt, a byte after the other. What it finds is never longer
+than the shortest way to an end, so a grammar is safe if every sequence in it has a short one. The lengths are a least fixpoint: a
+rule is as short as its shortest alternative, a sequence as long as its parts together (Knuth, "A generalization of Dijkstra's
+algorithm", 1977). References that double from rule to rule, and rules that never end, are found by this and by no look at the text
+alone.
 """
 
 from __future__ import annotations
