@@ -23,6 +23,8 @@ def _sampling() -> dict[str, Any]:
 
 
 SAMPLING = _sampling()
+PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
+ROOM = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 GENERATE_BODY: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -50,6 +52,9 @@ GENERATE_BODY: dict[str, Any] = {
         "routing_key": {"type": "string"},
         "data_parallel_rank": {"type": "integer", "minimum": 0},
         "routed_dp_rank": {"type": "integer", "minimum": 0},
+        "bootstrap_host": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
+        "bootstrap_port": {"anyOf": [PORT, {"type": "array", "items": {"anyOf": [PORT, {"type": "null"}]}}]},
+        "bootstrap_room": {"anyOf": [ROOM, {"type": "array", "items": ROOM}]},
         "continuations": {
             "type": "array",
             "items": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
