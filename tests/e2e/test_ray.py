@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import ray_nodes
 from server import Server, answer_of, until
 
 pytestmark = [
@@ -22,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray"),
 ]
 
+RAY_NODES = Path(__file__).parents[1] / "support" / "ray_nodes.py"  # imports ray
 PROMPTS = [f"the quick brown fox {number} jumps over" for number in range(6)]
 PARAMS = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
 SLOW = 240.0  # seconds; Ray starts its nodes and actors in their own time
@@ -31,7 +31,7 @@ class Nodes:
     """A cluster, by its process."""
 
     def __init__(self, folder: str) -> None:
-        command = [sys.executable, ray_nodes.__file__, folder]
+        command = [sys.executable, str(RAY_NODES), folder]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.address = self._line()
         assert self.address, "the cluster did not start"
