@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any
 
 from ..managers.errors import EngineDeadError, StartError
 from ..managers.generation import GenerateInput
@@ -20,6 +19,7 @@ from ..managers.tokenizer_manager import TokenizerManager
 from . import tracing
 from .http_server import create_app, make_server
 from .launcher import Launched
+from .leave import leave
 from .server_args import ServerArgs
 from .server_state import ServerState
 from .supervisor import Supervisor
@@ -122,10 +122,10 @@ class Life:
         name = signal.Signals(number).name
         if self._num_signals > 1:
             log.warning("%s again: ending at once", name)
-            _leave(128 + number)
+            leave(128 + number)
         if self._launched is None or self._state.tm is None:
             log.info("%s while starting", name)
-            _leave(0)
+            leave(0)
         log.info("%s: draining, at most %d s", name, DRAIN_SECONDS)
         self._state.leaving = self._state.tm.draining = True
         self._draining = asyncio.ensure_future(self._drain(self._state.tm))
@@ -158,9 +158,3 @@ async def _warm_up(tm: TokenizerManager) -> None:
     params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": min(WARM_UP_TOKENS, room)}
     await tm.generate(GenerateInput(input_ids=ids, sampling_params=params), probe=True)
     await tm.flush_cache(timeout=1.0)
-
-
-def _leave(status: int) -> NoReturn:
-    """End this process now. The children see their parent's end, delete the sockets and go too."""
-    logging.shutdown()
-    os._exit(status)

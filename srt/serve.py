@@ -13,6 +13,7 @@ from ..managers.config import SchedulerInfo
 from ..managers.processes.start_clock import StartClock
 from .info import shown
 from .launcher import Launched, launch
+from .leave import leave_on_signals
 from .listen import bind
 from .server_args import ServerArgs, options
 
@@ -28,6 +29,7 @@ def serve(args: ServerArgs) -> int:
         return serve_ranks(args)
     clock = StartClock()
     sock = bind(args.host, args.port)  # before a model is loaded for minutes
+    leave_on_signals()
     launching = _launch_aside(args)
     from .life import Life  # the children import what computes meanwhile
 

@@ -266,7 +266,7 @@ def test_what_the_options_do(model: str) -> None:
         engine.open_session(CAPACITY)
         with pytest.raises(RequestError, match="--max-sessions") as caught:
             engine.open_session(CAPACITY)
-        assert caught.value.status_code == 503
+        assert caught.value.status_code == 429
 
 
 def test_many_sessions_at_once(engine: Engine) -> None:
@@ -370,6 +370,6 @@ def test_a_client_that_leaves_amid_a_turn_can_go_on(client: httpx.Client) -> Non
 def test_too_many_sessions(client: httpx.Client) -> None:
     body = {"capacity_of_str_len": 10, "timeout": 5}
     opened = [client.post("/open_session", json=body) for _ in range(3)]
-    assert [answer.status_code for answer in opened] == [200, 200, 503]
+    assert [answer.status_code for answer in opened] == [200, 200, 429]
     for answer in opened[:2]:
         client.post("/close_session", json={"session_id": answer.json()})
