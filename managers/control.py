@@ -125,7 +125,9 @@ class Control:
     def _rest(self) -> None:
         if self._scheduler.is_idle():
             self._on_idle()
+        begin = time.monotonic()
         self._inbox.wait(max(min(IDLE_WAIT, self._next_due() - self._now()), 0.0))
+        self._scheduler.stats.steps.idle_seconds += time.monotonic() - begin
 
     def _own_messages(self) -> list[ToScheduler]:
         """What this rank has to say itself: a tick if one is due, a new pace."""

@@ -118,6 +118,20 @@ class Output(msgspec.Struct, kw_only=True):
         self.phases = later.phases
 
 
+def unstarted_output(index: int, prompt_tokens: int, reason: FinishReason) -> Output:
+    """Of a choice that ended before anything was computed for it."""
+    return Output(
+        index=index,
+        text="",
+        token_ids=[],
+        finish_reason=reason,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=0,
+        cached_tokens=0,
+        num_retractions=0,
+    )
+
+
 def output_of_row(rows: TextOutput, row: int, *, index: int, token_ids: list[int]) -> Output:
     """One row of a message as the news of the choice ``index``, without what travels with some rows only."""
     return Output(

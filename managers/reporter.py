@@ -50,6 +50,7 @@ class Reporter:
             "num_pending_tokens": loads.num_pending_tokens,
             "num_used_tokens": loads.num_used_tokens,
             "token_usage": loads.token_usage,
+            "full_token_usage": loads.token_usage,
             "max_total_num_tokens": loads.num_tokens,
             "kv_available_tokens": allocator.available,
             "kv_evictable_tokens": cache.evictable_size,
@@ -62,8 +63,12 @@ class Reporter:
             "decode_sum_seq_lens": float(table.launched_lens[running].sum()),
             "num_paused_reqs": loads.num_running if scheduler.gate.paused else 0,
             "num_retracted_reqs": retracted,
+            "weights_released": float("weights" in scheduler.gate.released),
+            "memory_released": float(bool(scheduler.gate.released)),
+            "is_cuda_graph": float(scheduler.stats.log.decode_graph),
             "queue_stuck_seconds": self._stuck(now),
             **self._rates(now),
+            **{f"weight_load_seconds {source}": seconds for source, seconds in scheduler.stats.weight_loads.items()},
         }
 
     def _rates(self, now: float) -> dict[str, float]:
@@ -89,7 +94,12 @@ class Reporter:
             "num_retracted_input_tokens": retracted_prompts,
             "num_retracted_output_tokens": retracted_outputs,
             "process_cpu_seconds": time.process_time(),
-            **{f"forward_seconds_{kind}": seconds for kind, seconds in stats.forward_seconds.items()},
+            "idle_seconds": stats.steps.idle_seconds,
+            "num_refused": stats.num_refused,
+            **{f"graph_passes_{mode}": count for mode, count in stats.steps.graph_passes.items()},
+            **stats.steps.tokens.totals("step_tokens"),
+            **stats.evictions.totals("eviction_seconds"),
+            **{f"forward_seconds_{kind}": seconds for kind, seconds in stats.steps.seconds.items()},
         }
         if isinstance(cache, RadixCache):
             own |= {

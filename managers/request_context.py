@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from .generation import GenerateInput
+
 
 @dataclass(slots=True)
 class RequestContext:
@@ -13,7 +15,15 @@ class RequestContext:
     id: str
     given: bool = False
     traceparent: str = ""
+    routing_key: str = ""  # for a request that has none of its own
     used: bool = False
+
+    def complete(self, request: GenerateInput) -> None:
+        """Give a request that has no name or no routing key those of its call."""
+        if request.rid is None:
+            request.rid = self.take_rid()
+        if request.routing_key is None:
+            request.routing_key = self.routing_key or None
 
     def take_rid(self) -> str | None:
         """The id as the name of a request, once, if it is unique."""

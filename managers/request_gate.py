@@ -25,12 +25,13 @@ def max_live_requests(max_running: int, max_queued: int | None) -> int | None:
 @dataclass(slots=True)
 class RequestGate:
     """max_live: see ``max_live_requests``. paused: no step is begun; requests are queued, and time-outs go on. closed: no request
-    is admitted, those that run go on."""
+    is admitted, those that run go on. released: what memory was given back, "weights" or "kv_cache"."""
 
     max_live: int | None = None
     timers: Timers = field(default_factory=Timers)
     paused: bool = False
     closed: bool = False
+    released: frozenset[str] = frozenset()
 
     def is_full(self, num_live: int) -> bool:
         """No further request may come in unless another goes."""

@@ -21,6 +21,7 @@ TOKEN_BOUNDS = (100, 300, 500, 1000, 3000, 5000, 7000, 10000, 20000, 30000, 5000
 
 
 N_BOUNDS = (1, 2, 5, 10, 20)
+PREEMPTION_BOUNDS = (0, *N_BOUNDS)
 
 
 class RequestStats:
@@ -35,6 +36,7 @@ class RequestStats:
             for name in (
                 *("prompt_tokens", "generation_tokens", "cached_tokens", "num_requests"),
                 *("num_aborted_requests", "num_so_requests", "request_success", "request_errors", "restarts"),
+                "admission_rejections",  # before they came to the scheduler
                 *("num_grammar", "num_grammar_cache_hit", "num_grammar_aborted", "num_grammar_timeout"),
             )
         }
@@ -52,6 +54,7 @@ class RequestStats:
             "request_inference_time_seconds": E2E_BOUNDS,
             "request_params_n": N_BOUNDS,
             "request_params_max_tokens": TOKEN_BOUNDS,
+            "request_num_preemptions": PREEMPTION_BOUNDS,
         }
         self.histograms = {name: Histogram(self.clamped, bound) for name, bound in bounds.items()}
 
@@ -111,6 +114,7 @@ class RequestStats:
             counters["cached_tokens"].add(output.cached_tokens, "device")
             histograms["uncached_prompt_tokens_histogram"].observe(prompt - output.cached_tokens)
             histograms["generation_tokens_histogram"].observe(output.completion_tokens)
+            histograms["request_num_preemptions"].observe(output.num_retractions)
         self._times(track, stream)
 
     def _times(self, track: RequestTrack, stream: str) -> None:

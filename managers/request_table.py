@@ -66,6 +66,10 @@ class RequestTable:
     def choices(self) -> list[Choice]:
         return list(self._choices.values())
 
+    def num_routing_keys(self) -> int:
+        """Different routing keys of the live requests."""
+        return len({choice.track.routing_key for choice in self._choices.values()} - {""})
+
     def generations(self) -> Iterable[Generation]:
         """Each generation that has a live choice, once."""
         return {id(choice.generation): choice.generation for choice in self._choices.values()}.values()

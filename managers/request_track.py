@@ -54,6 +54,10 @@ class RequestTrack:
         return self.message is not None and self.message.stream
 
     @property
+    def routing_key(self) -> str:
+        return self.message.routing_key if self.message is not None else ""
+
+    @property
     def prompt_tokens(self) -> int:
         return len(unpack_ids(self.message.input_ids)) if self.message is not None else 0
 

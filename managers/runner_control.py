@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -123,6 +124,7 @@ class RunnerControl:
         if message.release and not self._released:
             self._was_paused = scheduler.gate.paused
         self._released = self._released | set(tags) if message.release else self._released - set(tags)
+        scheduler.gate.released = frozenset(self._released)
         scheduler.gate.paused = bool(self._released) or self._was_paused
         self._answer(message.call_id, "Done.", success=True)
 
@@ -153,12 +155,9 @@ class RunnerControl:
             self._answer(message.call_id, "Paused requests hold KV of the old weights; pause with mode retract, or do not flush.")
             return
         try:
-            with scheduler.stats.waiting():
-                if message.path:
-                    path = message.path
-                    if message.group:
-                        path = scheduler.runner.receive_weights(message.group, message.tensors, path)
-                    scheduler.runner.update_weights(path, message.load_format, partial=message.partial)
+            if message.path:
+                with scheduler.stats.waiting():
+                    self._load(message)
         except FAILURES as error:
             logger.exception("the weights were not updated")
             self._answer(message.call_id, f"The weights were not updated: {error}")
@@ -169,6 +168,14 @@ class RunnerControl:
             self._set_version(message.weight_version)
         num_paused = len(scheduler.live) if scheduler.gate.paused else 0
         self._reply(ControlReply(call_id=message.call_id, message="Weights updated.", state={"num_paused_requests": num_paused}))
+
+    def _load(self, message: UpdateWeightsReq) -> None:
+        begin, runner, path = time.monotonic(), self._scheduler.runner, message.path
+        if message.group:
+            path = runner.receive_weights(message.group, message.tensors, path)
+        runner.update_weights(path, message.load_format, partial=message.partial)
+        source = "distributed" if message.group else "tensor" if message.partial else "disk"
+        self._scheduler.stats.weight_loads[source] = time.monotonic() - begin
 
     def _set_version(self, version: str) -> None:
         """Requests that wait find the KV of the new version alone."""

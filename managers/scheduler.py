@@ -271,7 +271,7 @@ class Scheduler:
     def _make_room(self, num_tokens: int) -> None:
         short = num_tokens - self.memory.allocator.available
         if short > 0:
-            self.memory.cache.evict(short)
+            self.stats.evict(self.memory.cache.evict, short)
 
     def _seat(self, req: Req) -> None:
         self.waiting.remove(req)

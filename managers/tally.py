@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 Labels = tuple[str, ...]
@@ -62,3 +62,14 @@ class Histogram:
             series = self.series[labels] = Series([0] * (len(self.bounds) + 1))
         series.counts[bisect_left(self.bounds, value)] += times
         series.total += value * times
+
+    def totals(self, name: str) -> dict[str, float]:
+        """One without labels as counters, which can be summed over replicas and restarts; ``of_totals`` reads them."""
+        series = self.series.get((), Series([0] * (len(self.bounds) + 1)))
+        return {f"{name} {index}": float(count) for index, count in enumerate(series.counts)} | {f"{name} sum": series.total}
+
+    @classmethod
+    def of_totals(cls, name: str, bounds: Sequence[float], total: Callable[[str], float]) -> Histogram:
+        """The histogram whose ``totals`` are told by ``total``."""
+        counts = [round(total(f"{name} {index}")) for index in range(len(bounds) + 1)]
+        return cls(Clamped(), bounds, {(): Series(counts, total(f"{name} sum"))})

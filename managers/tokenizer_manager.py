@@ -20,7 +20,7 @@ from .control_calls import ControlCalls
 from .deadlines import OWN, REASONS
 from .errors import EngineDeadError, RequestError
 from .generate_json import GenerateFormat
-from .generation import GenerateInput, Generation, Output, output_of_row
+from .generation import GenerateInput, Generation, Output, output_of_row, unstarted_output
 from .io_struct import (
     AbortReq,
     CacheReportReq,
@@ -103,8 +103,8 @@ class TokenizerManager:
         self._check_open()
         await self._life.wait()
         context = current_context()
-        if request.rid is None and context is not None:
-            request.rid = context.take_rid()
+        if context is not None:
+            context.complete(request)
         plan = self._validator.plan(request)
         self._check_room(plan)
         generation = Generation(
@@ -147,17 +147,7 @@ class TokenizerManager:
                 self._send(msgspec.structs.replace(message, timeout=remaining))
             return
         # Over before the prompt was tokenised: the scheduler never hears of it.
-        output = Output(
-            index=choice.index,
-            text="",
-            token_ids=[],
-            finish_reason=reason,
-            prompt_tokens=len(unpack_ids(message.input_ids)),
-            completion_tokens=0,
-            cached_tokens=0,
-            num_retractions=0,
-        )
-        self._deliver(message.rid, choice, output)
+        self._deliver(message.rid, choice, unstarted_output(choice.index, len(unpack_ids(message.input_ids)), reason))
 
     async def generate(self, request: GenerateInput, *, probe: bool = False) -> dict[str, Any] | list[dict[str, Any]]:
         """The whole answer as the JSON of the native /generate: a dict for a single prompt with n == 1, else a list."""
@@ -291,6 +281,10 @@ class TokenizerManager:
         return len(self._table)
 
     @property
+    def num_routing_keys(self) -> int:
+        return self._table.num_routing_keys()
+
+    @property
     def num_waiting_for_grammars(self) -> int:
         return self._grammars.num_waiting
 
@@ -388,6 +382,7 @@ class TokenizerManager:
         info = self.info
         has_rank = info.priority_scheduling and (plan.service.priority is not None or info.default_priority_value is not None)
         if self.is_full and not has_rank:
+            self.stats.counters["admission_rejections"].add(1)
             raise RequestError(QUEUE_FULL_MESSAGE, status_code=503, err_type="ServiceUnavailableError")
 
     # --- messages -----------------------------------------------------------------------------------------------------------------

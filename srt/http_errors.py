@@ -45,10 +45,15 @@ def as_request_error(error: Exception) -> RequestError:
     return RequestError(INTERNAL_MESSAGE, status_code=500, err_type="InternalServerError")
 
 
+def blotted(text: str) -> str:
+    """The text without addresses of objects, which never leave the process."""
+    return _ADDRESS.sub("0x...", text)
+
+
 def error_body(error: RequestError, *, openai: bool) -> dict[str, Any]:
-    """The reply's JSON. Addresses of objects never leave the process."""
+    """The reply's JSON."""
     fields = {
-        "message": _ADDRESS.sub("0x...", error.message),
+        "message": blotted(error.message),
         "type": error.err_type,
         "param": error.param,
         "code": error.status_code,

@@ -50,7 +50,12 @@ class HttpMetrics:
         known = REQUEST_ID.fullmatch(given) is not None
         request_id = given if known else uuid.uuid4().hex.encode()
         set_context(
-            RequestContext(id=request_id.decode(), given=known, traceparent=headers.get(b"traceparent", b"").decode("latin-1"))
+            RequestContext(
+                id=request_id.decode(),
+                given=known,
+                traceparent=headers.get(b"traceparent", b"").decode("latin-1"),
+                routing_key=headers.get(b"x-smg-routing-key", b"").decode("latin-1"),
+            )
         )
         path, method = scope["path"], scope["method"] if scope["method"] in METHODS else OTHER
         endpoint = path if path in self._routes else OTHER

@@ -19,92 +19,24 @@ from starlette.responses import Response
 
 from ..managers.tally import Counter, Histogram, Series
 from .http_metrics import HttpCounts
+from .metric_names import (
+    COUNTERS,
+    GAUGES,
+    GRAPH_MODES,
+    HISTOGRAMS,
+    OWN_GAUGES,
+    REPLICA_GAUGES,
+    SAME_GAUGES,
+    SCHEDULER_HISTOGRAMS,
+    STAGES,
+    TOTALS,
+    VLLM_HISTOGRAMS,
+    WEIGHT_SOURCES,
+)
 
 if TYPE_CHECKING:
     from ..managers.tokenizer_manager import TokenizerManager
     from .server_state import ServerState
-
-# gauges of the scheduler's report, with what they mean; the name is sglang:<name>
-GAUGES = {
-    "num_running_reqs": "Requests that run",
-    "num_queue_reqs": "Requests that wait",
-    "num_used_tokens": "KV slots that requests, sessions and pins hold",
-    "token_usage": "Share of the KV slots that are held",
-    "max_total_num_tokens": "All KV slots",
-    "kv_available_tokens": "Free KV slots",
-    "kv_evictable_tokens": "KV slots of cached prefixes that nothing holds",
-    "kv_used_tokens": "KV slots that are not free",
-    "page_size": "KV slots per page",
-    "num_pages": "Pages of the KV cache",
-    "gen_throughput": "Output tokens per second over the last second",
-    "cache_hit_rate": "Share of prompt tokens found in the cache over the last second with prompts",
-    "utilization": "Running requests as a share of those that may run",
-    "new_token_ratio": "Share of their output limit that requests are admitted with",
-    "num_paused_reqs": "Requests that a pause holds",
-    "num_retracted_reqs": "Requests that wait because they were retracted",
-    "decode_sum_seq_lens": "Tokens that the running requests attend to",
-}
-OWN_GAUGES = {
-    "num_pending_tokens": "Prompt tokens that wait to be computed",
-    "num_cached_tokens": "Tokens in the prefix cache",
-    "queue_stuck_seconds": "Seconds since anything was admitted while requests wait",
-}
-# counters of the scheduler's report: the exposed name, the report's name
-TOTALS = {
-    "sglang:num_retracted_requests": ("num_retracted_requests", "Requests that lost their KV for want of memory"),
-    "sglang:num_retracted_input_tokens": ("num_retracted_input_tokens", "Their prompt tokens"),
-    "sglang:num_retracted_output_tokens": ("num_retracted_output_tokens", "Their output tokens so far"),
-    "sglang:evicted_tokens": ("evicted_tokens", "Tokens that left the prefix cache for want of memory"),
-    "vllm:num_preemptions": ("num_retracted_requests", "Requests that lost their KV for want of memory"),
-    "vllm:prefix_cache_queries": ("cache_query_tokens", "Prompt tokens that were looked up in the prefix cache"),
-    "vllm:prefix_cache_hits": ("cache_hit_tokens", "Prompt tokens that were found there"),
-}
-SAME_GAUGES = {
-    "vllm:num_requests_running": ("num_running_reqs", "Requests that run"),
-    "vllm:num_requests_waiting": ("num_queue_reqs", "Requests that wait"),
-    "vllm:kv_cache_usage_perc": ("token_usage", "Share of the KV slots that are held"),
-}
-# counters of requests: name, report under vLLM's name too, labels, help
-COUNTERS = {
-    "prompt_tokens": (True, ("is_streaming",), "Prompt tokens of finished requests"),
-    "generation_tokens": (True, ("is_streaming",), "Output tokens of finished requests"),
-    "cached_tokens": (False, ("cache_source",), "Prompt tokens of finished requests that were found in a cache"),
-    "num_requests": (False, ("is_streaming",), "Requests that ended"),
-    "num_aborted_requests": (False, (), "Requests that were aborted"),
-    "num_so_requests": (False, (), "Requests with structured output"),
-    "num_grammar": (False, (), "Grammars that requests asked for"),
-    "num_grammar_cache_hit": (False, (), "Those of them that were compiled already"),
-    "num_grammar_aborted": (False, (), "Those of them that were refused"),
-    "num_grammar_timeout": (False, (), "Those of them that took too long to compile"),
-}
-# histograms of requests: labels, vLLM's name or "", help
-HISTOGRAMS = {
-    "time_to_first_token_seconds": (("is_streaming",), "time_to_first_token_seconds", "From arrival to the first token"),
-    "inter_token_latency_seconds": ((), "inter_token_latency_seconds", "Between two tokens"),
-    "e2e_request_latency_seconds": (("is_streaming",), "e2e_request_latency_seconds", "From arrival to the end"),
-    "queue_time_seconds": ((), "request_queue_time_seconds", "From the scheduler's queue to the first step"),
-    "per_stage_req_latency_seconds": (("stage",), "", "In each phase of a request"),
-    "prompt_tokens_histogram": ((), "request_prompt_tokens", "Tokens of prompts"),
-    "uncached_prompt_tokens_histogram": ((), "request_prefill_kv_computed_tokens", "Tokens of prompts that were computed"),
-    "generation_tokens_histogram": ((), "request_generation_tokens", "Tokens of outputs"),
-    "request_time_per_output_token_seconds": ((), "request_time_per_output_token_seconds", "Mean time between tokens of a request"),
-    "grammar_compilation_time_seconds": ((), "", "Compiling one grammar, with the wait for it"),
-}
-# histograms that are vLLM's alone
-VLLM_HISTOGRAMS = {
-    "request_inference_time_seconds": "From the first step to the end",
-    "request_params_n": "Outputs that requests ask for",
-    "request_params_max_tokens": "Output tokens that requests ask for at most",
-}
-# of each replica that is up, with the label dp_rank; the name is banyan:replica_<name>
-REPLICA_GAUGES = {
-    "num_running": "Requests that run on a replica",
-    "num_waiting": "Requests that wait on a replica",
-    "num_used_tokens": "KV slots that requests hold on a replica",
-    "gen_throughput": "Output tokens per second of a replica",
-    "cache_hit_rate": "Share of all prompt tokens of a replica that were found in its cache",
-}
-STAGES = {"prefill": "request_prefill_time_seconds", "decode": "request_decode_time_seconds"}
 
 router = APIRouter()
 
@@ -187,10 +119,16 @@ def _scheduler_gauges(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     for name, (source, text) in SAME_GAUGES.items():
         if source in gauges:
             yield _gauge(name, text, vllm, gauges[source])
+    if "memory_released" in gauges:
+        yield _sleep_state(gauges, vllm)
     if "num_queue_reqs" in gauges:
         reason = {**vllm, "reason": "capacity"}
         yield _gauge("vllm:num_requests_waiting_by_reason", "Requests that wait", reason, gauges["num_queue_reqs"])
     yield _gauge("sglang:num_grammar_queue_reqs", "Requests that wait for a grammar", labels, tm.num_waiting_for_grammars)
+    yield _gauge(
+        "sglang:routing_keys_active", "Different routing keys of the requests that have not ended", {}, tm.num_routing_keys
+    )
+    yield _weight_loads(gauges, labels)
     info = tm.info
     for name, text, num_bytes in (
         ("weight_memory_usage_gb", "Memory of the weights", info.model.memory.weights),
@@ -202,6 +140,25 @@ def _scheduler_gauges(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     yield _gauge("sglang:cache_config_info", "Shape of the KV cache", {**labels, **sizes}, 1)
     blocks = {"block_size": sizes["page_size"], "num_gpu_blocks": sizes["num_pages"]}
     yield _gauge("vllm:cache_config_info", "Shape of the KV cache", {**vllm, **blocks}, 1)
+
+
+def _weight_loads(gauges: dict[str, float], labels: Labels) -> Metric:
+    family = GaugeMetricFamily(
+        "sglang:weight_load_duration_seconds", "Time that the newest update of the weights took", labels=[*labels, "source"]
+    )
+    for source in WEIGHT_SOURCES:
+        if (seconds := gauges.get(f"weight_load_seconds {source}")) is not None:
+            family.add_metric([*labels.values(), source], seconds)
+    return family
+
+
+def _sleep_state(gauges: dict[str, float], vllm: Labels) -> Metric:
+    """Released weights come back as they were, so nothing is ever discarded for good."""
+    family = GaugeMetricFamily("vllm:engine_sleep_state", "Whether memory is released", labels=[*vllm, "sleep_state"])
+    states = {"awake": 1 - gauges["memory_released"], "weights_offloaded": gauges["weights_released"], "discard_all": 0.0}
+    for state, value in states.items():
+        family.add_metric([*vllm.values(), state], value)
+    return family
 
 
 def _scheduler_totals(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Iterator[Metric]:
@@ -216,6 +173,11 @@ def _scheduler_totals(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
     yield _total("vllm:prompt_tokens_by_source", "Prompt tokens, by where their KV came from", vllm, values, ("source",))
     cached = [((), stats.total("num_cached_prompt_tokens"))]
     yield _total("vllm:prompt_tokens_cached", "Prompt tokens that were found in the cache", vllm, cached, ())
+    for name, (source, bounds, text) in SCHEDULER_HISTOGRAMS.items():
+        histogram = Histogram.of_totals(source, bounds, stats.total)
+        yield _histogram(name, text, vllm if name.startswith("vllm") else labels, histogram, ())
+    passes = [((mode,), stats.total(f"graph_passes_{mode}")) for mode in GRAPH_MODES]
+    yield _total("sglang:cuda_graph_passes", "Steps, by whether they were replayed from a recording", labels, passes, ("mode",))
     kinds = [((kind,), stats.total(f"forward_seconds_{kind}")) for kind in ("prefill", "decode", "mixed")]
     yield _total("sglang:forward_execution_seconds", "Time on the device by kind of step", labels, kinds, ("category",))
     cpu = [(("scheduler",), stats.total("process_cpu_seconds")), (("tokenizer_manager",), time.process_time())]
@@ -231,6 +193,11 @@ def _request_counters(tm: TokenizerManager, labels: Labels, vllm: Labels) -> Ite
             yield _total(f"vllm:{name}", text, vllm, [((), math.fsum(value for _, value in values))], ())
     success = [(own, value) for own, value in counters["request_success"].values.items()]
     yield _total("vllm:request_success", "Requests that ended, by reason", vllm, success, ("finished_reason",))
+    full = counters["admission_rejections"].values.get((), 0.0) + tm.stats.total("num_refused")
+    rejections = [(("max_num_queued_reqs",), full)]
+    yield _total(
+        "vllm:admission_rejections", "Requests that were refused because the queue was full", vllm, rejections, ("reason",)
+    )
     errors = [(own, value) for own, value in counters["request_errors"].values.items()]
     yield _total("banyan:request_errors", "Requests that failed or were aborted, by class", labels, errors, ("class",))
 

@@ -24,6 +24,8 @@ class OverloadGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] in GENERATING and self._is_full():
+            if self._state.tm is not None:
+                self._state.tm.stats.counters["admission_rejections"].add(1)
             error = RequestError(QUEUE_FULL_MESSAGE, status_code=503, err_type="ServiceUnavailableError")
             await error_response(scope["path"], error)(scope, receive, send)
         else:

@@ -25,6 +25,7 @@ from ..managers.model_service import (
     Tag,
     UpdateInput,
 )
+from .http_errors import blotted
 from .http_io import JSONReply, json_object, parse_body, read_body
 from .server_state import state_of
 from .struct_body import body_of, parse_struct, struct_parser
@@ -76,7 +77,7 @@ def _service(request: Request) -> ModelService:
 
 
 def _told(reply: ControlReply) -> Response:
-    body = {"success": reply.success, "message": reply.message, **reply.state}
+    body = {"success": reply.success, "message": blotted(reply.message), **reply.state}
     return JSONReply(body, status_code=200 if reply.success else 400)
 
 

@@ -41,7 +41,7 @@ from ..ipc import Receiver, Sender
 from ..processes.recovery import REPLICA_LOST
 from .replica_link import ReplicaLinks
 from .replicas import Changes, Replica, ReplicaGroup
-from .replies import NO_BEAT, Call, merge_heartbeats, merge_reports
+from .replies import NO_BEAT, Call, Reports, merge_heartbeats
 from .routing import Load, Router
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Controller:
         self._detokenizer = Sender(context, config.ipc.detokenizer)
         self._calls: dict[int, Call] = {}
         self._news: dict[int, dict[type, Any]] = {}  # newest heartbeat and report of each replica
+        self._reports = Reports()
         self._lasting: dict[str, Any] = {}  # what a replica that comes back must be told first: grammars, a pause
         self._sessions: dict[str, int] = {}  # the replica that holds a streaming session's KV
         self._returning: set[int] = set()  # replicas that are being started again
@@ -245,7 +246,7 @@ class Controller:
         self._to_tokenizer(merge_heartbeats({index: self._news.get(index, {}).get(Heartbeat, NO_BEAT) for index in self._alive}))
         reports = [news[SchedulerReport] for news in self._news.values() if SchedulerReport in news]
         if reports:
-            self._to_tokenizer(merge_reports(reports))
+            self._to_tokenizer(self._reports.merged(reports))
 
     # --- replicas come and go
 
@@ -260,7 +261,7 @@ class Controller:
             self._beat()
             return
         logger.error("replica %d is lost: %s", index, why)
-        self._news.pop(index, None)
+        self._reports.lost(self._news.pop(index, {}).get(SchedulerReport))
         for rid, pending in self._router.down(index).items():
             self._fail(rid, pending.num_prompt, f"Replica {index}, which computed this request, was lost.", REPLICA_LOST)
         self._sessions = {session: replica for session, replica in self._sessions.items() if replica != index}

@@ -7,7 +7,22 @@ from typing import Any
 
 from ..io_struct import ControlReply, ExplainCacheReq, Heartbeat, ReadWeightReq, SchedulerReport
 
-MEANS = ("token_usage", "new_token_ratio", "hit_rate", "cache_hit_rate")  # of these the mean says more than the sum
+MEANS = (
+    "token_usage",
+    "full_token_usage",
+    "new_token_ratio",
+    "hit_rate",
+    "cache_hit_rate",
+    "utilization",
+    "is_cuda_graph",
+)  # not sums
+MOST = (
+    "page_size",
+    "queue_stuck_seconds",
+    "weight_load_seconds",
+    "weights_released",
+    "memory_released",
+)  # nor of these: what the largest is
 
 
 @dataclass(slots=True)
@@ -45,15 +60,21 @@ class Call:
         return merged
 
 
+def _merged(name: str, values: list[float]) -> float:
+    if name in MEANS:
+        return round(sum(values) / len(values), 4)
+    return max(values) if name.partition(" ")[0] in MOST else sum(values)
+
+
 def merge_states(states: list[dict[str, Any]]) -> dict[str, Any]:
-    """Sums of numbers (means of shares), all of flags, lists one after the other; of anything else the first."""
+    """Sums of numbers (means of shares, the largest of sizes), all of flags, lists one after the other; else the first."""
     merged: dict[str, Any] = {}
     for name, first in states[0].items():
         values = [state[name] for state in states if name in state]
         if isinstance(first, bool):
             merged[name] = all(values)
         elif isinstance(first, int | float):
-            merged[name] = round(sum(values) / len(values), 4) if name in MEANS else sum(values)
+            merged[name] = _merged(name, values)
         elif isinstance(first, list):
             merged[name] = [item for value in values for item in value]
         else:
@@ -82,8 +103,22 @@ def merge_heartbeats(by_replica: dict[int, Heartbeat]) -> Heartbeat:
     )
 
 
-def merge_reports(reports: list[SchedulerReport]) -> SchedulerReport:
-    """Of replicas: sums, but means of shares."""
-    gauges = merge_states([{name: float(value) for name, value in report.gauges.items()} for report in reports])
-    counters = merge_states([{name: float(value) for name, value in report.counters.items()} for report in reports])
-    return SchedulerReport(gauges=gauges, counters=counters)
+@dataclass(slots=True)
+class Reports:
+    """The reports of replicas as one. Counters go on when a replica is lost and begins again from zero."""
+
+    past: dict[str, float] = field(default_factory=dict)  # counters of replicas that were lost
+
+    def lost(self, report: SchedulerReport | None) -> None:
+        """This was the last one of a replica."""
+        for name, value in (report.counters if report else {}).items():
+            self.past[name] = self.past.get(name, 0.0) + value
+
+    def merged(self, reports: list[SchedulerReport]) -> SchedulerReport:
+        """Sums, but means of shares."""
+        gauges = merge_states([{name: float(value) for name, value in report.gauges.items()} for report in reports])
+        counters = dict(self.past)
+        for report in reports:
+            for name, value in report.counters.items():
+                counters[name] = counters.get(name, 0.0) + value
+        return SchedulerReport(gauges=gauges, counters=counters)

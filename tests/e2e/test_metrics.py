@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import metric_facts
+import numpy as np
 import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from safetensors.numpy import save
 from server import Server, oracle_folder, running, until
 
+import banyan
+from banyan.managers.log_limit import BURST
 from banyan.srt import cli
 
 TABLE = {
@@ -83,6 +90,9 @@ def test_names_kinds_labels_and_buckets_are_those_that_others_know(server: Serve
     for _ in range(2):
         server.generate(text="one two three", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
     server.stream(text="four five", sampling_params={"max_new_tokens": 5, "ignore_eos": True})
+    tensors = {"content-type": "application/octet-stream"}
+    assert server.http.post("/update_weights_from_tensor", content=save({"x": np.zeros(3)}), headers=tensors).status_code == 200
+    until(lambda: "sglang:weight_load_duration_seconds" in samples(server))
     until(lambda: "sglang:num_running_reqs" in families(server) and total(server, "sglang:cached_tokens_total") > 0)
     found = families(server)
     for kind, table in (("gauge", metric_facts.GAUGES), ("counter", metric_facts.COUNTERS)):
@@ -100,6 +110,38 @@ def test_names_kinds_labels_and_buckets_are_those_that_others_know(server: Serve
             assert (told[0], told[-1]) == metric_facts.EDGES[name], name
     for (name, label), values in metric_facts.LABEL_VALUES.items():
         assert {sample.labels[label] for sample in found[name].samples} == values, name
+    exposed = {sample.name for family in found.values() for sample in family.samples}
+    assert not exposed & metric_facts.LEFT_OUT
+    assert not [name for name in exposed if name.startswith(tuple(metric_facts.LEFT_OUT_FAMILIES))]
+
+
+def test_the_manual_tells_of_every_name_that_is_left_out() -> None:
+    manual = (Path(banyan.__file__).parent / "docs" / "operations.md").read_text()
+    part = manual.partition("### Names that are not there")[2].partition("\n## ")[0]
+    for name in metric_facts.LEFT_OUT | metric_facts.LEFT_OUT_FAMILIES:
+        assert name.partition(":")[2] in part if ":" in name else name in part, name
+
+
+def test_routing_keys_of_the_header_and_the_body_are_counted_while_requests_run(server: Server) -> None:
+    def active() -> float:
+        return total(server, "sglang:routing_keys_active")
+
+    def ask(own: str | None, header: str) -> int:
+        body = {"text": "a", "routing_key": own, "sampling_params": {"max_new_tokens": 2}}
+        return httpx.post(server.url + "/generate", json=body, headers={"x-smg-routing-key": header}, timeout=60).status_code
+
+    assert active() == 0
+    assert server.post({"mode": "in_place"}, "/pause_generation").status_code == 200
+    with ThreadPoolExecutor(5) as pool:
+        asked = [pool.submit(ask, *keys) for keys in (("a", ""), (None, "b"), (None, "b"), ("a", "c"), (None, ""))]
+        until(lambda: total(server, "banyan:num_live_requests") == 5)
+        until(lambda: active() == 2)
+        assert server.post({}, "/continue_generation").status_code == 200
+        assert [future.result() for future in asked] == [200] * 5
+    until(lambda: active() == 0)
+    long = server.http.post("/generate", json={"text": "a"}, headers={"x-smg-routing-key": "k" * 5000})
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "routing_key")
+    until(server.at_rest)
 
 
 def test_grammars_are_counted(server: Server) -> None:
@@ -170,6 +212,18 @@ def test_probes_leave_no_trace_in_log_cache_and_metrics(server: Server) -> None:
     assert len(finished(server)) == log
     assert not [line for line in server.text().splitlines() if "GET /" in line and ("/health" in line or "/metrics" in line)]
     assert "HEALTH_CHECK" not in server.text()
+
+
+def test_what_clients_can_make_it_warn_of_fills_no_disk(server: Server) -> None:
+    """In the process that reads requests, and in the scheduler."""
+    for _ in range(3 * BURST):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"no such protocol\r\n\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 400")
+        assert server.http.post("/destroy_weights_update_group", json={"group_name": "none"}).status_code == 400
+    lines = server.text().splitlines()
+    for text in ("Invalid HTTP request received.", "group none: "):
+        assert 1 <= sum(text in line for line in lines) <= 2 * BURST, text
 
 
 def test_paths_that_clients_make_up_are_no_labels(server: Server) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
-from server import CANARY, Server, all_gone, running, until
+from server import CANARY, DEADLINE, Server, all_gone, running, until
 
 PROMPTS = [f"the quick brown fox {number} jumps over" for number in range(6)]
 PARAMS = {"max_new_tokens": 20, "temperature": 0, "ignore_eos": True}
@@ -64,6 +67,62 @@ def test_replicas_answer_as_one_and_a_lost_one_comes_back(model: str, plain: Ser
         assert len(server.state()["replicas"]) == 2
         pids = [process.pid for process in children(server, "scheduler")]
         assert len(pids) == 2 and victim.pid not in pids
+
+
+class Reader:
+    """A stream that is read on a thread of its own; made when its first event is here."""
+
+    def __init__(self, server: Server, **body: Any) -> None:
+        self.events: list[dict[str, Any]] = []
+        self._begun = threading.Event()
+        self._server, self._body = server, {**body, "stream": True, "incremental": True}
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._begun.wait(DEADLINE)
+
+    def _read(self) -> None:
+        with httpx.stream("POST", self._server.url + "/generate", json=self._body, timeout=DEADLINE) as reply:
+            for line in reply.iter_lines():
+                if line.startswith("data: {"):
+                    self.events.append(json.loads(line[6:]))
+                    self._begun.set()
+
+    def last(self) -> dict[str, Any]:
+        """Its last event, once it has ended."""
+        self._thread.join(DEADLINE)
+        return self.events[-1]
+
+
+def test_of_a_replica_that_is_killed_under_load_what_had_begun_fails_and_the_rest_goes_on(model: str, tmp_path: Path) -> None:
+    options = ("--dp-size", "2", "--load-balance-method", "round_robin", "--max-running-requests", "1")
+    long = {"max_new_tokens": 3900, "temperature": 0, "ignore_eos": True}
+    with running(model, tmp_path, *options) as server:
+        expected = server.generate(**CANARY)["output_ids"]
+        streams = [Reader(server, text="a", sampling_params=long, data_parallel_rank=rank) for rank in (0, 1)]
+        victim = children(server, "scheduler")[0]
+        os.kill(victim.pid, signal.SIGSTOP)
+        with ThreadPoolExecutor(6) as pool:
+            waiting = [pool.submit(server.post, CANARY) for _ in range(6)]  # half of them wait at the one that is stopped
+            time.sleep(0.5)
+            os.kill(victim.pid, signal.SIGKILL)
+            until(lambda: "is lost" in server.text())
+            lost = int(re.findall(r"replica (\d) is lost", server.text())[0])
+            assert (streams[lost].last()["error"]["type"], streams[lost].last()["error"]["code"]) == ("EngineRestartError", 503)
+            replies = [future.result(DEADLINE) for future in waiting]
+        assert [reply.status_code for reply in replies] == [200] * 6
+        assert all(reply.json()["output_ids"] == expected for reply in replies)
+        assert streams[1 - lost].last()["meta_info"]["finish_reason"] == {"type": "length", "length": 3900}
+        num_sent = num_surely_elsewhere = 0
+        while "serves again" not in server.text():
+            assert server.generate(**CANARY)["output_ids"] == expected
+            num_sent += 1
+            num_surely_elsewhere += "serves again" not in server.text()
+        until(lambda: ranks_of_loads(server) == [0, 1])
+        state = {replica["dp_rank"]: replica for replica in server.state()["replicas"]}
+        assert state[lost]["num_decode_tokens"] <= (num_sent - num_surely_elsewhere) * len(expected), (
+            "it got nothing while it was lost"
+        )
+        assert server.post({**CANARY, "data_parallel_rank": lost}).json()["output_ids"] == expected
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import http.server
 import json
 import os
@@ -15,13 +16,29 @@ from pathlib import Path
 
 import psutil
 import pytest
-from server import Server, oracle_folder
+from server import Server, oracle_folder, until
 
 import banyan
 
 ROOT = Path(banyan.__file__).parent
 KEY = "sk-very-secret-1"
 ADMIN = "sk-very-secret-2"
+PROBE = """
+import os, pickle, threading, time
+def probe():
+    folder = os.environ["UNPICKLE_PROBE"]
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.05)
+    try:
+        pickle.loads(pickle.dumps(os.getcwd))
+        told = "unpickled"
+    except Exception as error:
+        told = type(error).__name__
+    with open(f"{folder}/{os.getpid()}.new", "w") as file:
+        file.write(told)
+    os.replace(file.name, f"{folder}/{os.getpid()}")
+threading.Thread(target=probe, daemon=True).start()
+"""  # runs in every process of the server before its own code
 EVIL = "from pathlib import Path\nPath({marker!r}).write_text('ran')\n"
 
 
@@ -35,6 +52,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BANYAN_API_KEY", KEY)
         patch.setenv("BANYAN_ADMIN_API_KEY", ADMIN)
+        (folder / "probe").mkdir()
+        (folder / "probe" / "sitecustomize.py").write_text(PROBE)
+        patch.setenv("UNPICKLE_PROBE", str(folder / "probe"))
+        patch.setenv("PYTHONPATH", f"{folder / 'probe'}:{os.environ.get('PYTHONPATH', '')}")
         server = Server(str(model), folder / "run", "--enable-metrics", "--log-requests", "--log-level", "debug")
     server.http.headers["Authorization"] = f"Bearer {ADMIN}"
     try:
@@ -126,6 +147,29 @@ def test_unpickling_is_refused() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "refused\n"
+
+
+def test_the_processes_that_read_what_clients_send_refuse_to_unpickle(server: Server) -> None:
+    probe = server.folder.parent / "probe"
+    (probe / "go").touch()
+    pids = [server.process.pid, server.children()["detokenizer"].pid]
+    until(lambda: all((probe / str(pid)).exists() for pid in pids))
+    assert {(probe / str(pid)).read_text() for pid in pids} == {"PickleRefusedError"}
+
+
+def test_one_module_renders_templates_and_none_evaluates_text() -> None:
+    renders, evaluates = [], []
+    for folder in ("lang", "srt", "managers", "model_executor", "layers", "mem_cache"):
+        for path in (ROOT / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+            named = calls & {"eval", "exec", "torch.load", "yaml.load", "jinja2.Template", "jinja2.Environment"}
+            evaluates += [f"{path}: {named}"] if named else []
+            froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "jinja2" in (node.module or "")]
+            names = {alias.name for node in froms for alias in node.names if alias.name.endswith(("Environment", "Template"))}
+            renders += [(path.name, names)] if names else []
+    assert renders == [("chat_template.py", {"ImmutableSandboxedEnvironment"})]
+    assert evaluates == []
 
 
 def test_every_test_that_threats_names_exists() -> None:

@@ -11,7 +11,9 @@ from harness import Harness, prompt_of
 from banyan.managers.io_struct import SchedulerReport
 from banyan.managers.log_limit import BURST, WINDOW, RepeatLimit
 from banyan.managers.reporter import Reporter
-from banyan.srt.metrics import GAUGES, OWN_GAUGES, SAME_GAUGES, TOTALS
+from banyan.managers.stats import EVICTION_BOUNDS, STEP_BOUNDS, SchedulerStats
+from banyan.managers.tally import Histogram
+from banyan.srt.metric_names import GAUGES, OWN_GAUGES, SAME_GAUGES, SCHEDULER_HISTOGRAMS, TOTALS
 
 
 class Clock:
@@ -51,6 +53,7 @@ def test_a_report_a_second_with_every_metric_that_is_exposed(watched: Watched) -
     assert {*GAUGES, *OWN_GAUGES} <= set(report.gauges)
     assert {source for source, _ in SAME_GAUGES.values()} <= set(report.gauges)
     assert {source for source, _ in TOTALS.values()} <= set(report.counters)
+    assert {f"{source} sum" for source, _, _ in SCHEDULER_HISTOGRAMS.values()} <= set(report.counters)
 
 
 def test_loads_and_rates_are_those_of_the_scheduler(watched: Watched) -> None:
@@ -70,6 +73,45 @@ def test_loads_and_rates_are_those_of_the_scheduler(watched: Watched) -> None:
     assert report.counters["num_decode_tokens"] == 18
     assert watched.after(2.0).gauges["gen_throughput"] == 0.0
     assert report.gauges["kv_available_tokens"] + report.gauges["kv_used_tokens"] == report.gauges["max_total_num_tokens"]
+
+
+def test_steps_and_evictions_are_told_as_histograms(make: Any) -> None:
+    watched = Watched(make(total=64, max_running_requests=2))
+    harness = watched.harness
+    before = watched.after(1).counters
+    for number in range(4):
+        harness.submit(f"r{number}", prompt_of(number, 30), max_new_tokens=5, ignore_eos=True)
+        harness.drain()
+    counters = watched.after(1).counters
+    total = counters.__getitem__
+    steps = Histogram.of_totals("step_tokens", STEP_BOUNDS, total).series[()]
+    assert sum(steps.counts) == total("num_prefill_steps") + total("num_decode_steps")
+    assert steps.total == total("num_prefill_tokens") + total("num_decode_tokens")
+    assert steps.counts[STEP_BOUNDS.index(1)] == total("num_decode_steps")
+    evictions = Histogram.of_totals("eviction_seconds", EVICTION_BOUNDS, total).series[()]
+    assert total("evicted_tokens") > 0
+    assert 1 <= sum(evictions.counts) <= total("evicted_tokens")
+    assert evictions.total > 0
+    assert total("graph_passes_decode_none") == total("num_decode_steps")
+    assert not any(value for name, value in before.items() if name.startswith(("step_tokens", "eviction_seconds", "graph_passes")))
+
+
+def test_an_eviction_that_frees_nothing_is_none() -> None:
+    stats = SchedulerStats()
+    stats.evict(lambda num_tokens: 0, 5)
+    assert not stats.evictions.series
+    stats.evict(lambda num_tokens: 8, 5)
+    assert sum(stats.evictions.series[()].counts) == 1
+
+
+def test_the_newest_decode_step_says_whether_graphs_are_used(watched: Watched) -> None:
+    stats = watched.harness.scheduler.stats
+    assert watched.after(1).gauges["is_cuda_graph"] == 0
+    stats.step(0.1, num_prefill_tokens=0, num_decode_rows=2, graph=True)
+    stats.step(0.1, num_prefill_tokens=7, num_decode_rows=0, graph=False)
+    report = watched.after(1)
+    assert report.gauges["is_cuda_graph"] == 1
+    assert (report.counters["graph_passes_decode_cuda_graph"], report.counters["graph_passes_prefill_none"]) == (1, 1)
 
 
 def test_a_stuck_head_of_the_queue_is_told_and_warned_of_once_a_minute(watched: Watched, caplog: pytest.LogCaptureFixture) -> None:

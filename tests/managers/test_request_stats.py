@@ -54,6 +54,20 @@ def test_odd_values_are_clamped_and_counted_and_never_raise(value: float) -> Non
     assert clamped.count == 2
 
 
+def test_nonsense_of_a_request_is_counted_as_zero_and_reaches_its_client() -> None:
+    stats = RequestStats()
+    watch, track = RequestWatch([stats]), track_of(stream=True)
+    track.created, track.sent = math.inf, -math.inf
+    last = output(2, -5, STOP)
+    last.cached_tokens, last.num_retractions = 10**9, -1
+    watch.row(track, last, Timings(received=math.nan, seated=math.nan, sampled=-math.inf))
+    assert (last.finish_reason, last.token_ids) == (STOP, [7, 7])
+    assert stats.counters["generation_tokens"].values == {("true",): 0}
+    assert stats.histograms["uncached_prompt_tokens_histogram"].series[()].total == 0
+    assert stats.histograms["time_to_first_token_seconds"].series[("true",)].total == 0
+    assert stats.clamped.count >= 5
+
+
 def test_histograms_count_by_bucket_with_inclusive_upper_bounds() -> None:
     histogram = Histogram(Clamped(), (0.1, 1.0))
     for value in (0.05, 0.1, 0.5, 2.0):

@@ -142,10 +142,15 @@ def test_unforeseen_error_is_a_bare_500_logged_once(served: Any, caplog: pytest.
     assert sum("secret" in (record.exc_text or "") or bool(record.exc_info) for record in caplog.records) == 1
 
 
-def test_addresses_are_blotted_out(served: Any) -> None:
-    served.manager.fault = (0, RequestError("bad <object at 0x7f00deadbeef>"))
-    reply = post(served, "/generate", {"text": "a"})
-    assert reply.status_code == 400
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("after", [0, 2], ids=["before the first byte", "in the stream"])
+def test_addresses_are_blotted_out(served: Any, path: str, stream: bool, after: int) -> None:
+    served.manager.fault = (after, RequestError("bad <object at 0x7f00deadbeef>"))
+    prompt = {"/generate": {"text": "a"}, "/v1/completions": {"prompt": "a"}}
+    body = prompt.get(path, {"messages": [{"role": "user", "content": "a"}]})
+    reply = post(served, path, {**body, "stream": stream})
+    assert "bad <object at 0x...>" in reply.text
     assert "0x7f" not in reply.text
 
 

@@ -49,9 +49,9 @@ def test_from_tensors_in_both_forms(served: Any) -> None:
 
 
 def test_a_failed_update_is_a_400_and_leaves_no_file(served: Any) -> None:
-    served.manager.control_reply = ControlReply(call_id=7, success=False, message="no place")
+    served.manager.control_reply = ControlReply(call_id=7, success=False, message="no place at 0x7f00deadbeef")
     reply = post(served, "/update_weights_from_tensor", serialized_named_tensors=[TEXT], weight_version="v9")
-    assert (reply.status_code, reply.json()) == (400, {"success": False, "message": "no place"})
+    assert (reply.status_code, reply.json()) == (400, {"success": False, "message": "no place at 0x..."})
     assert not Path(served.manager.controls[0].path).exists()
     assert served.client.get("/model_info").json()["weight_version"] == "default"
 

@@ -1,7 +1,6 @@
 """What dashboards and gateways expect of /metrics, name by name: kind, labels, bounds of buckets. From the interface fact sheet.
 
-Left out because there is nothing here that they could tell of: speculative decoding, LoRA, disaggregated prefill, host and storage
-tiers of the cache, experts, and sliding-window or Mamba pools of their own.
+LEFT_OUT has the names of the sheet that are not served; docs/operations.md tells why of each.
 """
 
 from __future__ import annotations
@@ -32,11 +31,15 @@ GAUGES: dict[str, set[str]] = {
                 "cache_hit_rate",
             ),
             *("utilization", "new_token_ratio", "num_paused_reqs", "num_retracted_reqs", "num_grammar_queue_reqs"),
-            *("decode_sum_seq_lens", "weight_memory_usage_gb", "kv_cache_memory_usage_gb"),
+            *("decode_sum_seq_lens", "is_cuda_graph", "full_token_usage", "weight_memory_usage_gb", "kv_cache_memory_usage_gb"),
         )
     },
     "sglang:startup_time_seconds": REQUEST | {"phase"},
     "sglang:http_requests_active": {"endpoint", "method"},
+    "sglang:routing_keys_active": set(),
+    "sglang:weight_load_duration_seconds": SCHEDULER | {"source"},
+    "sglang:cache_config_info": SCHEDULER | {"page_size", "num_pages"},
+    "vllm:engine_sleep_state": VLLM | {"sleep_state"},
     "vllm:num_requests_running": VLLM,
     "vllm:num_requests_waiting": VLLM,
     "vllm:num_requests_waiting_by_reason": VLLM | {"reason"},
@@ -60,6 +63,9 @@ COUNTERS: dict[str, set[str]] = {
     "sglang:realtime_tokens": SCHEDULER | {"mode"},
     "sglang:evicted_tokens": SCHEDULER,
     "sglang:forward_execution_seconds": SCHEDULER | {"category"},
+    "sglang:cuda_graph_passes": SCHEDULER | {"mode"},
+    "sglang:scheduler_process_cpu_seconds": SCHEDULER,
+    "sglang:scheduler_idle_seconds": SCHEDULER,
     "sglang:process_cpu_seconds": SCHEDULER | {"component"},
     "sglang:http_requests": {"endpoint", "method"},
     "sglang:http_responses": {"endpoint", "status_code", "method"},
@@ -69,6 +75,7 @@ COUNTERS: dict[str, set[str]] = {
     "vllm:prompt_tokens_by_source": VLLM | {"source"},
     "vllm:request_success": VLLM | {"finished_reason"},
     "vllm:num_preemptions": VLLM,
+    "vllm:admission_rejections": VLLM | {"reason"},
     "vllm:prefix_cache_queries": VLLM,
     "vllm:prefix_cache_hits": VLLM,
 }
@@ -84,6 +91,8 @@ HISTOGRAMS: dict[str, tuple[set[str], list[float] | None]] = {
     "sglang:uncached_prompt_tokens_histogram": (REQUEST, None),
     "sglang:generation_tokens_histogram": (REQUEST, None),
     "sglang:grammar_compilation_time_seconds": (REQUEST, None),
+    "sglang:eviction_duration_seconds": (SCHEDULER, None),
+    "vllm:iteration_tokens_total": (VLLM, None),
     **{
         f"vllm:{name}": (VLLM, None)
         for name in (
@@ -91,6 +100,7 @@ HISTOGRAMS: dict[str, tuple[set[str], list[float] | None]] = {
             *("request_time_per_output_token_seconds", "request_queue_time_seconds", "request_prefill_time_seconds"),
             *("request_decode_time_seconds", "request_inference_time_seconds", "request_prompt_tokens"),
             *("request_generation_tokens", "request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
+            "request_num_preemptions",
         )
     },
 }
@@ -104,5 +114,30 @@ LABEL_VALUES = {
     ("sglang:num_running_reqs", "engine_type"): {"unified"},
     ("sglang:cached_tokens", "cache_source"): {"device"},
     ("sglang:num_requests", "is_streaming"): {"true", "false"},
+    ("sglang:cuda_graph_passes", "mode"): {"prefill_cuda_graph", "prefill_none", "decode_cuda_graph", "decode_none"},
+    ("sglang:weight_load_duration_seconds", "source"): {"tensor"},
+    ("vllm:engine_sleep_state", "sleep_state"): {"awake", "weights_offloaded", "discard_all"},
     ("vllm:prompt_tokens_by_source", "source"): {"local_compute", "local_cache_hit"},
+}
+
+LEFT_OUT = {
+    *("sglang:swa_token_usage", "sglang:mamba_usage"),
+    *("sglang:spec_accept_length", "sglang:spec_accept_rate", "sglang:spec_verify_calls_total", "sglang:spec_num_steps"),
+    *("sglang:lora_pool_slots_used", "sglang:lora_pool_slots_total", "sglang:lora_pool_utilization"),
+    *("sglang:load_back_tokens_total", "sglang:load_back_duration_seconds", "sglang:hicache_host_used_tokens"),
+    *("sglang:hicache_host_total_tokens", "sglang:grammar_tree_traversal_time_avg", "sglang:grammar_tree_traversal_time_max"),
+    *("sglang:grammar_ebnf_size", "sglang:grammar_schema_count", "sglang:num_prefill_bootstrap_queue_reqs"),
+    *("sglang:num_prefill_inflight_queue_reqs", "sglang:num_decode_prealloc_queue_reqs", "sglang:num_decode_transfer_queue_reqs"),
+    *("sglang:num_bootstrap_failed_reqs_total", "sglang:num_transfer_failed_reqs_total", "sglang:num_prefill_retries_total"),
+    *("sglang:kv_transfer_speed_gb_s", "sglang:kv_transfer_latency_ms", "sglang:kv_transfer_total_mb"),
+    *("sglang:kv_transfer_bootstrap_ms", "sglang:kv_transfer_alloc_ms", "sglang:startup_cuda_graph_time_seconds"),
+    *("sglang:graph_memory_usage_gb", "sglang:startup_available_gpu_memory_gb", "sglang:estimated_flops_per_gpu_total"),
+    *("sglang:estimated_read_bytes_per_gpu_total", "sglang:estimated_write_bytes_per_gpu_total", "sglang:fwd_occupancy"),
+    *("sglang:eplb_balancedness", "sglang:scheduler_stage_seconds_total"),
+    *("vllm:lora_requests_info", "vllm:request_max_num_generation_tokens", "vllm:mm_cache_queries", "vllm:mm_cache_hits"),
+    *("vllm:corrupted_requests", "http_requests_total"),
+}  # and the families that begin with LEFT_OUT_FAMILIES
+LEFT_OUT_FAMILIES = {
+    *("vllm:kv_block_", "vllm:external_prefix_cache_", "vllm:spec_decode_", "vllm:nixl_", "vllm:estimated_"),
+    *("sglang:dp_attention_", "sglang:prealloc_", "sglang:storage_prefetch_", "sglang:decode_deferred_kv_"),
 }

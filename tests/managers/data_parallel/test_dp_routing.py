@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from banyan.managers.data_parallel.replies import Call, merge_heartbeats
+from banyan.managers.data_parallel.replies import Call, Reports, merge_heartbeats
 from banyan.managers.data_parallel.routing import BLOCK, METHODS, Load, PrefixMap, Router
-from banyan.managers.io_struct import ControlReply, ExplainCacheReq, Heartbeat, InternalStateReq, pack_ids
+from banyan.managers.io_struct import ControlReply, ExplainCacheReq, Heartbeat, InternalStateReq, SchedulerReport, pack_ids
 
 
 def router(method: str, size: int = 2) -> Router:
@@ -111,6 +111,21 @@ def test_a_prefix_that_all_share_does_not_gather_everybody() -> None:
         counts[index] += 1
         one.ended(f"r{number}")
     assert max(counts) - min(counts) <= 4, counts
+
+
+def test_reports_are_merged_and_totals_never_fall() -> None:
+    reports = Reports()
+    first = SchedulerReport(gauges={"page_size": 16, "num_queue_reqs": 2, "utilization": 0.5}, counters={"evicted_tokens": 10})
+    second = SchedulerReport(gauges={"page_size": 16, "num_queue_reqs": 1, "utilization": 1}, counters={"evicted_tokens": 5})
+    merged = reports.merged([first, second])
+    assert merged.gauges == {"page_size": 16, "num_queue_reqs": 3, "utilization": 0.75}
+    assert merged.counters == {"evicted_tokens": 15}
+    reports.lost(second)
+    assert reports.merged([first]).counters == {"evicted_tokens": 15}
+    again = SchedulerReport(gauges={}, counters={"evicted_tokens": 1, "num_refused": 1})
+    assert reports.merged([first, again]).counters == {"evicted_tokens": 16, "num_refused": 1}
+    reports.lost(None)
+    assert reports.past == {"evicted_tokens": 5}
 
 
 def test_answers_are_merged() -> None:
