@@ -426,7 +426,7 @@ class TokenizerManager:
             self._deliver(rid, choice, output, timings.get(row))
 
     def _deliver(self, rid: str, choice: Choice, output: Output, timings: Timings | None = None) -> None:
-        if output.finish_reason is not None and self._recovery().sends_again(choice, output.finish_reason):
+        if output.finish_reason is not None and self._recovery().sends_again(choice, output):
             return
         self._sessions.take(rid, output.token_ids, output.finish_reason)
         if output.finish_reason is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from ..errors import EngineDeadError, RequestError
+from ..generation import Output
 from ..io_struct import FinishReason, GenerateReq
 from ..request_table import Choice, RequestTable
 from ..request_track import RequestWatch
@@ -44,10 +45,18 @@ class Recovery:
         for generation in doomed.values():
             generation.fail(new_error())
 
-    def sends_again(self, choice: Choice, reason: FinishReason) -> bool:
-        """Whether a request that ended for this reason is sent once more, to another replica, instead."""
-        message = choice.track.message
-        if reason.err_type != REPLICA_LOST or message is None or not _may_go_on(choice):
+    def sends_again(self, choice: Choice, output: Output) -> bool:
+        """Whether a request that ended with this output is sent once more, to another replica, instead.
+
+        Of one that had begun at a replica that was lost the output then tells what its client has had.
+        """
+        message, reason, last = choice.track.message, output.finish_reason, choice.track.last
+        if reason is None or reason.err_type != REPLICA_LOST:
+            return False
+        if last is not None:
+            output.completion_tokens, output.cached_tokens = last.completion_tokens, last.cached_tokens
+            output.num_retractions = last.num_retractions
+        if message is None or not _may_go_on(choice):
             return False
         choice.resent = True
         self._send(message)
