@@ -228,7 +228,7 @@ class Function:
         A run that fails does not end the others: its state's ``error()`` says why, and so does reading from it. num_threads bounds
         how many run at once; "auto" is 96, or 16 per core where that is more. Forks, and programs inside programs, have threads of
         their own, so they never wait for these. generator_style gives each state as soon as it and all before it are there. The
-        text that all runs begin with is computed once beforehand. options are run's.
+        text that all runs begin with is computed once, beforehand where the backend would compute it for each. options are run's.
         """
         items = [self._item(item) for item in batch_kwargs]
         setting = self._setting(backend, options, stream=stream, use_thread=use_thread)
@@ -275,7 +275,8 @@ class Function:
         return state
 
     def _share(self, backend: Backend, items: list[dict[str, Any]]) -> None:
-        if len(items) > 1 and backend.has_prefix_cache and global_config.enable_precache_with_tracing:
+        helps = backend.has_prefix_cache and not backend.shares_calls()
+        if len(items) > 1 and helps and global_config.enable_precache_with_tracing:
             self._precache(backend, _shared(items))
 
     def _item(self, item: Item) -> dict[str, Any]:

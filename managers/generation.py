@@ -6,13 +6,16 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .errors import RequestError
-from .io_struct import CacheHint, FinishReason, LogprobParams, RowHidden, RowLogprobs, TextOutput, unpack_ids
+from .io_struct import CacheHint, FinishReason, GenerateReq, LogprobParams, RowHidden, RowLogprobs, TextOutput, unpack_ids
 from .sessions.sessions import SessionParams
+
+if TYPE_CHECKING:
+    from .request_plan import RequestPlan
 
 # Fields of SGLang's /generate and Engine.generate that are not served; a value that is falsy means "off" in all of them.
 UNSUPPORTED = (
@@ -156,8 +159,9 @@ class Generation:
 
     def __init__(self, rids: list[str], *, num_prompts: int, n: int, single: bool, abort: Callable[[list[str]], None]) -> None:
         self.rids = rids
-        self.packed_prompts: list[bytes] = []  # per output index, as pack_ids made them; filled before start returns
-        self.logprobs: list[LogprobParams | None] = [None] * len(rids)  # per output index; filled like packed_prompts
+        self.packed_prompts: list[bytes] = []  # per output index, as pack_ids made them
+        self.logprobs: list[LogprobParams | None] = [None] * len(rids)  # per output index
+        self.followers: dict[str, list[str]] = {}  # rids that are not computed themselves, and those that tell of them
         self.n = n
         self.num_prompts = num_prompts
         self.is_single = single and n == 1
@@ -177,6 +181,12 @@ class Generation:
             if packed not in unpacked:
                 unpacked[packed] = unpack_ids(packed).tolist()
         return [unpacked[packed] for packed in self.packed_prompts]
+
+    def begin(self, plan: RequestPlan, messages: list[GenerateReq]) -> list[GenerateReq]:
+        """The prompts are known, a message per output index; returns what is to be computed (called by the tokenizer manager)."""
+        self.packed_prompts = [message.input_ids for message in messages]
+        self.logprobs = [message.logprobs for message in messages]
+        return messages
 
     @property
     def finished(self) -> bool:

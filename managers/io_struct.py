@@ -62,12 +62,14 @@ class LogprobParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Which log-probabilities a request wants besides those of its output tokens.
 
     start_len: first prompt position, the prompt's length for none. top_num: alternatives per position. token_ids: ids whose
-    log-probability is told at every position.
+    log-probability is told at every position. after_prompt: also at the position after the prompt, as the last one of the prompt;
+    no token is there, so only token_ids mean something. For prompts without output.
     """
 
     start_len: int
     top_num: int = 0
     token_ids: list[int] = []
+    after_prompt: bool = False
 
 
 class LogprobColumns(msgspec.Struct, array_like=True, kw_only=True):
@@ -88,7 +90,8 @@ class LogprobColumns(msgspec.Struct, array_like=True, kw_only=True):
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, kw_only=True):
-    """Of one row of output. output: of its new tokens. input: of the prompt from max(start_len, 1) on, with the first row only."""
+    """Of one row of output. output: of its new tokens. input: of the prompt from max(start_len, 1) on, with the first row only, and
+    of the position after it where that was asked for."""
 
     output: LogprobColumns
     input: LogprobColumns | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .errors import RequestError
 from .generation import Generation
+from .request_plan import RequestPlan
 from .request_track import RequestTrack
-from .request_validator import RequestPlan
 
 
 @dataclass(slots=True)
@@ -17,7 +17,7 @@ class Choice:
 
     generation: Generation
     index: int
-    family: str
+    families: set[str]  # names of the client's that mean it, besides its own
     sent: bool = False  # to the scheduler
     resent: bool = False  # its first scheduler died before it had answered
     aborted: bool = False
@@ -40,8 +40,22 @@ class RequestTable:
             if name in self._choices or name in self._families:
                 raise RequestError(f"rid: {name!r} is in use by a request that runs.", param="rid")
         for index, (rid, family) in enumerate(zip(plan.rids, plan.families, strict=True)):
-            self._choices[rid] = Choice(generation, index, family, track=RequestTrack(rid))
-            self._families.setdefault(family, set()).add(rid)
+            self._choices[rid] = Choice(generation, index, set(), track=RequestTrack(rid))
+            self._join(family, rid)
+
+    def follow(self, followers: Mapping[str, list[str]]) -> None:
+        """These rids are computed only by way of others: from now on such a rid is a name of those."""
+        for rid, carriers in followers.items():
+            choice = self._choices.get(rid)
+            self.remove(rid)
+            for carrier in carriers:
+                if (other := self._choices.get(carrier)) is not None:
+                    other.aborted |= choice is not None and choice.aborted
+                    self._join(rid, carrier)
+
+    def _join(self, family: str, rid: str) -> None:
+        self._families.setdefault(family, set()).add(rid)
+        self._choices[rid].families.add(family)
 
     def get(self, rid: str) -> Choice | None:
         return self._choices.get(rid)
@@ -51,10 +65,11 @@ class RequestTable:
         choice = self._choices.pop(rid, None)
         if choice is None:
             return
-        siblings = self._families[choice.family]
-        siblings.discard(rid)
-        if not siblings:
-            del self._families[choice.family]
+        for family in choice.families:
+            siblings = self._families[family]
+            siblings.discard(rid)
+            if not siblings:
+                del self._families[family]
 
     def find(self, rid: str) -> list[str]:
         """The live rids that a client means: exactly this one, or those that this one was expanded to."""

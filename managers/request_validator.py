@@ -22,11 +22,13 @@ from .constrained.thinking import ThinkingPlanner
 from .continuations import continued, departure
 from .errors import RequestError, StartError
 from .generation import GenerateInput
-from .io_struct import CacheHint, GenerateReq, LogprobParams, pack_ids
+from .io_struct import GenerateReq, pack_ids
 from .logprobs.params import logprob_plans, with_start
 from .per_prompt import per_prompt
 from .prompt_embeds import checked_embeds, embeds_key, embeds_prompts
+from .request_plan import RequestPlan, Service
 from .sampling_params import SEED_RANGE, SamplingParams
+from .score_tree import ScoreTree
 from .sessions.sessions import SessionParams, Turn
 
 MAX_PRIORITY = 1 << 31
@@ -42,50 +44,6 @@ class TextEncoder(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of ids. Called from several threads."""
-
-
-class Service(msgspec.Struct, frozen=True, kw_only=True):
-    """How a request wants to be served; the same for all its prompts.
-
-    thinks: an output may have a thinking part, of at most max_thinking_tokens.
-    """
-
-    priority: int | None
-    cache_hint: CacheHint | None
-    routing_key: str
-    data_parallel_rank: int | None
-    timeout: float | None
-    thinks: bool
-    max_thinking_tokens: int | None
-
-
-class RequestPlan(msgspec.Struct, kw_only=True):
-    """A request with its batch shape and parameters checked. Lists have one entry per prompt, rids and families one per output."""
-
-    texts: list[str] | None
-    ids: list[Sequence[int]] | None
-    embeds: list[Any] | None  # where the prompts are neither
-    is_single_prompt: bool
-    n: int
-    params: list[SamplingParams]
-    explicit_limits: list[bool]  # the request itself brought max_new_tokens
-    namespaces: list[tuple[str, str]]  # extra_key and cache_salt
-    processors: list[str]
-    rooms: Sequence[int | None]
-    logprobs: list[LogprobParams | None]  # start_len may be -1 still
-    hidden: list[bool]  # of each prompt: hidden states are wanted
-    rids: list[str]
-    families: list[str]  # the client's rid that each rid was made from
-    stream: bool
-    session: SessionParams | None
-    service: Service
-    continued: str | list[int] | None = None  # the prompt that all items go on from
-
-    turn: Turn | None = None  # what the one prompt continues, found after the plan was made
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.params)
 
 
 class RequestValidator:
@@ -160,6 +118,8 @@ class RequestValidator:
         embeds = [checked_embeds(values, self._info.model.hidden_size) for values in plan.embeds or ()]
         prompts = [self._prompt_ids(plan, index, embeds) for index in range(plan.num_prompts)]
         start = None if plan.continued is None else self._start_of_continuations(plan, prompts)
+        if start is not None and plan.only_scores:
+            plan.tree = ScoreTree.of(prompts, start)
         for index, ids in enumerate(prompts):
             logprobs = with_start(plan.logprobs[index], len(ids), default=start)
             own = embeds[index][: len(ids)] if embeds else None

@@ -48,10 +48,12 @@ from .processes.recovery import Recovery
 from .request_context import current_context
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_log import TEXTS, RequestLog
+from .request_plan import RequestPlan
 from .request_stats import RequestStats
 from .request_table import Choice, RequestTable
 from .request_track import RequestWatch, Watcher
-from .request_validator import RequestPlan, RequestValidator, TextEncoder
+from .request_validator import RequestValidator, TextEncoder
+from .scored_generation import generation_of
 from .sessions.service import SessionService
 from .sessions.sessions import OpenSession
 from .tokenizer import Tokenizer
@@ -107,9 +109,7 @@ class TokenizerManager:
             context.complete(request)
         plan = self._validator.plan(request)
         self._check_room(plan)
-        generation = Generation(
-            plan.rids, num_prompts=plan.num_prompts, n=plan.n, single=plan.is_single_prompt, abort=self._abort_rids
-        )
+        generation = generation_of(plan, self._abort_rids)
         self._table.add(plan, generation)
         try:
             self._sessions.begin(plan)
@@ -122,12 +122,12 @@ class TokenizerManager:
             for rid in plan.rids:
                 self._table.remove(rid)
             raise
-        generation.packed_prompts = [message.input_ids for message in messages]
-        generation.logprobs = [message.logprobs for message in messages]
-        for index, message in enumerate(messages):
+        messages = generation.begin(plan, messages)
+        self._table.follow(generation.followers)
+        for message in messages:
             message.probe = probe
             if (choice := self._table.get(message.rid)) is not None:
-                choice.track.begin(message, plan.texts[index // plan.n] if plan.texts is not None else None, current_context())
+                choice.track.begin(message, plan.texts[choice.index // plan.n] if plan.texts else None, current_context())
             self._send_request(message)
         return generation
 

@@ -88,10 +88,14 @@ class Backend(ABC):
         """Have the text in the cache before many calls that begin with it; the meta_info of the call, None if none was made."""
         return None
 
+    def shares_calls(self) -> bool:
+        """What calls that are under way at once have in common is computed once, without anybody's asking for it."""
+        return False
+
     def prepare_forks(self, text: str, images: Sequence[Any] = ()) -> dict[str, Any] | None:
         """Several calls that begin with the text are about to be made at once; the meta_info of a call for them, None if none was
         made."""
-        return self.cache_prefix(text, images)
+        return None if self.shares_calls() else self.cache_prefix(text, images)
 
     def flush_cache(self) -> bool:
         """Empty the cache; whether that was done."""

@@ -86,9 +86,9 @@ class NativeBackend(Backend):
         answer = self.post(_body(text, images, sampling_params=NO_TOKENS))
         return dict(_served(answer["meta_info"]))
 
-    def prepare_forks(self, text: str, images: Sequence[Any] = ()) -> dict[str, Any] | None:
-        """Nothing on a Banyan server: what calls share that are under way at once is computed once there."""
-        return None if self._is_banyan() else self.cache_prefix(text, images)
+    def shares_calls(self) -> bool:
+        """A Banyan server does that."""
+        return self._is_banyan()
 
     def _is_banyan(self) -> bool:
         return bool(self.get_model_info().get("has_continuations"))
@@ -157,11 +157,18 @@ class NativeBackend(Backend):
         return ids, entries, _outputs(found[: len(choices)])
 
     def _unconditional(self, scored: list[list[Entry]], metas: list[dict[str, Any]]) -> list[list[Entry]]:
-        body = {"input_ids": [[entry[1] for entry in entries] for entries in scored], "sampling_params": NO_TOKENS}
+        """Of each choice. A first token has no value, so a Banyan server is not asked about choices of one token."""
+        plain: list[list[Entry]] = [[(None, *entries[0][1:])] for entries in scored]
+        asked = [index for index, entries in enumerate(scored) if len(entries) > 1 or not self._is_banyan()]
+        if not asked:
+            return plain
+        body = {"input_ids": [[entry[1] for entry in scored[index]] for index in asked], "sampling_params": NO_TOKENS}
         answers = self.post({**body, "return_logprob": True, "logprob_start_len": 0})
         found = [_served(answer["meta_info"]) for answer in answers]
         metas += found
-        return [meta["input_token_logprobs"] for meta in found]
+        for index, meta in zip(asked, found, strict=True):
+            plain[index] = meta["input_token_logprobs"]
+        return plain
 
 
 def _request(prompt: Prompt, params: SamplingParams) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
             routing_key=name(message.routing_key),
             session_hold=name(message.session_hold),
             grammar_key="?" if _is_bound(message) else "",
-            logprobs=LogprobParams(start_len=message.logprobs.start_len) if message.logprobs else None,
+            logprobs=_asked(message.logprobs) if message.logprobs else None,
             timeout=message.timeout,
             probe=message.probe,
             embeds_key=name(message.embeds_key),
@@ -232,6 +232,10 @@ def disguised(message: ToScheduler, disguise: Disguise) -> ToScheduler:
     if isinstance(message, LoadGrammarReq | DropGrammarReq):  # a grammar only changes the sampled ids
         return DropGrammarReq(key="")
     return message
+
+
+def _asked(params: LogprobParams) -> LogprobParams:
+    return LogprobParams(start_len=params.start_len, after_prompt=params.after_prompt)
 
 
 def _is_bound(message: GenerateReq) -> bool:

@@ -21,9 +21,10 @@ def ask_prompts(table: LiveTable, step: StepInput) -> list[LogprobRequest]:
         own = _state(table, row)
         begin = end - int(step.extend_lens[index])
         # the logits of a position tell of the token after it
-        first, last = max(own.next_input, begin + 1), min(end + 1, own.num_prompt)
+        first, last = max(own.next_input, begin + 1), min(end + 1, own.num_input)
         if first < last:
-            targets = table.tokens[row, first:last].astype(np.int64)
+            targets = np.zeros(last - first, np.int64)  # 0 stands for the token after the prompt, which nobody knows
+            targets[: own.num_prompt - first] = table.tokens[row, first : min(last, own.num_prompt)]
             requests.append(own.request(index, start=int(starts[index]) + first - 1 - begin, targets=targets))
     return requests
 

@@ -16,10 +16,12 @@ from ..io_struct import LogprobColumns, LogprobParams, RowLogprobs
 
 @dataclass(slots=True)
 class ReqLogprobs:
-    """Of one request. next_input: the first prompt position whose value is missing; position 0 has none."""
+    """Of one request. next_input: the first prompt position whose value is missing; position 0 has none. num_input: where the
+    values of the prompt end, its length or one more."""
 
     params: LogprobParams
     num_prompt: int
+    num_input: int
     next_input: int
     input: list[LogprobArrays] = field(default_factory=list)  # not sent yet
     output: list[LogprobArrays] = field(default_factory=list)  # one per token that is not sent yet
@@ -27,12 +29,12 @@ class ReqLogprobs:
 
     @classmethod
     def of(cls, params: LogprobParams, num_prompt: int) -> ReqLogprobs:
-        return cls(params, num_prompt, max(params.start_len, 1))
+        return cls(params, num_prompt, num_prompt + params.after_prompt, max(params.start_len, 1))
 
     @property
     def max_match(self) -> int | None:
         """Longest prefix that may come from the cache; None: no limit."""
-        return self.next_input - 1 if self.next_input < self.num_prompt else None
+        return self.next_input - 1 if self.next_input < self.num_input else None
 
     def request(self, index: int, *, start: int = 0, targets: np.ndarray | None = None) -> LogprobRequest:
         return LogprobRequest(

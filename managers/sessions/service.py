@@ -10,7 +10,7 @@ from collections.abc import Callable
 from ..config import TokenizerManagerConfig
 from ..errors import RequestError
 from ..io_struct import FinishReason, GenerateReq, ReleaseHoldReq, unpack_ids
-from ..request_validator import RequestPlan
+from ..request_plan import RequestPlan
 from .sessions import OpenSession, Session, SessionController
 
 REAP_INTERVAL = 1.0  # seconds

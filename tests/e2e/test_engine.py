@@ -470,3 +470,20 @@ def test_continuations_are_a_batch_that_shares_its_prompt(engine: Engine) -> Non
     for wrong in ({"continuations": []}, {"continuations": [[1]]}, {"continuations": [7]}):
         with pytest.raises(RequestError, match="continuations"):
             engine.generate("ab", FOUR, **wrong)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_continuations_compute_no_last_token(engine: Engine, stream: bool) -> None:
+    """The values are those of each whole text alone."""
+    assert engine.flush_cache(DEADLINE).success
+    ids, own = list(range(3, 60)), [[70], [71, 72, 73], [74], [71, 72, 75], [71]]
+    asked: dict[str, Any] = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    got: Any = engine.generate(input_ids=ids, continuations=own, stream=stream, **asked)
+    answers = sorted(got, key=lambda item: item["index"]) if stream else got
+    plain = engine.generate(input_ids=[[*ids, *tokens] for tokens in own], logprob_start_len=len(ids), **asked)
+    metas = [answer["meta_info"] for answer in answers]
+    assert [meta["input_token_logprobs"] for meta in metas] == [item["meta_info"]["input_token_logprobs"] for item in plain]
+    assert [len(meta["input_token_logprobs"]) for meta in metas] == [1, 3, 1, 3, 1]
+    assert sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas) == len(ids) + 2
+    again = engine.generate(input_ids=ids, continuations=[[80], [81]], **asked)
+    assert sum(item["meta_info"]["prompt_tokens"] - item["meta_info"]["cached_tokens"] for item in again) == 1

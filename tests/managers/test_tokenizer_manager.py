@@ -11,6 +11,7 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 import zmq.asyncio
@@ -27,7 +28,10 @@ from banyan.managers.io_struct import (
     GenerateReq,
     Heartbeat,
     InternalStateReq,
+    LogprobColumns,
+    LogprobParams,
     PauseReq,
+    RowLogprobs,
     ShutdownReq,
     TextOutput,
     ToDetokenizer,
@@ -312,6 +316,132 @@ def test_rows_of_many_requests_in_one_message() -> None:
         assert [(output.text, output.token_ids) async for output in b] == [("B", [1, 2, 3])]
         assert [(output.text, output.token_ids) async for output in a] == [("A", [4])]
         assert a.prompts == [[97]]
+
+    run(body)
+
+
+# --- continuations that are scored ------------------------------------------------------------------------------------------------
+
+
+SCORED: dict[str, Any] = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+
+
+def tell(fake: Fake, message: GenerateReq, reason: FinishReason, *, cached: int = 0) -> None:
+    """The row of a carrier: the log-probability of a token is minus its id, less a hundred for each position."""
+    assert message.logprobs is not None
+    ids = unpack_ids(message.input_ids).tolist()
+    positions = range(message.logprobs.start_len, len(ids) + 1)
+    values = [-100 * at - (ids[at] if at < len(ids) else 0) for at in positions]
+    named = [[-100 * at - token for token in message.logprobs.token_ids] for at in positions]
+    columns = LogprobColumns(values=np.array(values, "<f4").tobytes(), id_values=np.array(named, "<f4").tobytes())
+    fake.sender.send(
+        TextOutput(
+            rids=[message.rid],
+            token_ids=b"",
+            num_ids=[0],
+            finish_reasons=[reason],
+            prompt_tokens=[len(ids)],
+            completion_tokens=[0],
+            cached_tokens=[cached],
+            num_retractions=[0],
+            texts=[""],
+            logprobs=[] if reason.kind == "abort" else [(0, RowLogprobs(output=LogprobColumns(), input=columns))],
+        )
+    )
+
+
+NOTHING = FinishReason(kind="length", length=0)
+
+
+def test_scores_of_continuations_take_as_few_requests_as_can_be() -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        answer = asyncio.create_task(manager.generate(ask("ab", continuations=["c", "de", "d", "fg"], **SCORED)))
+        first, second = await fake.expect(GenerateReq), await fake.expect(GenerateReq)
+        assert [(one.rid, unpack_ids(one.input_ids).tolist()) for one in (first, second)] == [
+            ("r_1", list(b"abd")),
+            ("r_3", list(b"abf")),
+        ]
+        assert first.logprobs == LogprobParams(start_len=2, token_ids=list(b"cef"), after_prompt=True)
+        assert second.logprobs == LogprobParams(start_len=3, token_ids=list(b"g"), after_prompt=True)
+        assert manager.num_live == 2
+        tell(fake, second, NOTHING, cached=1)
+        tell(fake, first, NOTHING, cached=1)
+        items = await soon(answer)
+        assert isinstance(items, list)
+        metas = [item["meta_info"] for item in items]
+        assert [meta["id"] for meta in metas] == ["r_0", "r_1", "r_2", "r_3"]
+        assert [[entry[:2] for entry in meta["input_token_logprobs"]] for meta in metas] == [
+            [(-200.0 - ord(char) - 100 * index, ord(char)) for index, char in enumerate(text)] for text in ("c", "de", "d", "fg")
+        ]
+        assert [meta["prompt_tokens"] for meta in metas] == [3, 4, 3, 4]
+        assert [meta["cached_tokens"] for meta in metas] == [3, 2, 3, 2], "what was computed counts once"
+        assert all(meta["finish_reason"] == {"type": "length", "length": 0} for meta in metas)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sampling_params": {"max_new_tokens": 1}},
+        {"return_logprob": False},
+        {"top_logprobs_num": 1},
+        {"token_ids_logprob": [5]},
+        {"logprob_start_len": 0},
+        {"extra_key": ["x", "y"]},
+        {"cache_hint": {"pin_seconds": 1}},
+    ],
+)
+def test_whoever_wants_more_than_scores_gets_a_request_per_continuation(more: dict[str, Any]) -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        generation = await manager.start(ask("ab", continuations=["c", "d"], **{**SCORED, **more}))
+        assert [unpack_ids((await fake.expect(GenerateReq)).input_ids).tolist() for _ in "cd"] == [list(b"abc"), list(b"abd")]
+        await finish(fake, "r_0", "r_1")
+        await until(lambda: generation.finished)
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("name", "hit", "ended"),
+    [
+        ("r", {"r_0", "r_2", "r_3"}, [0, 1, 2, 3]),
+        ("r_0", {"r_0"}, [0, 1, 2, 3]),  # it tells of the prompt's end, which all need
+        ("r_1", {"r_0"}, [0, 1, 2, 3]),
+        ("r_2", {"r_2"}, [2]),
+    ],
+)
+def test_an_aborted_carrier_takes_along_what_needs_it(name: str, hit: set[str], ended: list[int]) -> None:
+    """A rid that is not computed itself stands for those that tell of it."""
+
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        generation = await manager.start(ask("ab", continuations=["fg", "d", "de", "hi"], **SCORED))
+        sent = [await fake.expect(GenerateReq) for _ in range(3)]
+        assert [message.rid for message in sent] == ["r_0", "r_2", "r_3"]
+        with pytest.raises(RequestError, match="is in use"):
+            await manager.start(ask("x", rid="r_1"))
+        assert manager.abort(name) == len(hit)
+        assert {(await fake.expect(AbortReq)).rid for _ in hit} == hit
+        for message in sent:
+            tell(fake, message, FinishReason(kind="abort", message="Aborted.") if message.rid in hit else NOTHING)
+        outputs = {output.index: output async for output in generation}
+        assert sorted(outputs) == [0, 1, 2, 3]
+        assert [i for i in range(4) if (reason := outputs[i].finish_reason) and reason.kind == "abort"] == ended
+        assert [i for i in range(4) if outputs[i].logprobs is None] == ended
+        await until(lambda: manager.num_live == 0)
+
+    run(body)
+
+
+def test_an_abort_while_continuations_are_tokenised() -> None:
+    async def body(manager: TokenizerManager, fake: Fake, tokenizer: ByteTokenizer) -> None:
+        starting = asyncio.create_task(manager.start(ask("ab!", continuations=["c", "d"], **SCORED)))
+        await until(lambda: manager.num_live == 2)
+        assert manager.abort("r_1") == 1
+        tokenizer.gate.set()
+        outputs = [output async for output in await soon(starting)]
+        assert [output.finish_reason and output.finish_reason.kind for output in outputs] == ["abort", "abort"]
+        assert await fake.silent()
 
     run(body)
 

@@ -18,8 +18,9 @@ from banyan.managers.generation import GenerateInput, Generation, Output
 from banyan.managers.io_struct import ControlReply, FinishReason, Heartbeat
 from banyan.managers.ipc import IpcNames
 from banyan.managers.processes.health import Health
+from banyan.managers.request_plan import RequestPlan
 from banyan.managers.request_stats import RequestStats
-from banyan.managers.request_validator import RequestPlan, RequestValidator
+from banyan.managers.request_validator import RequestValidator
 from banyan.managers.sessions.sessions import OpenSession, SessionController
 from banyan.srt.http_server import create_app, make_server
 from banyan.srt.listen import bind
@@ -110,8 +111,7 @@ class FakeManager:
         generation = Generation(
             plan.rids, num_prompts=plan.num_prompts, n=plan.n, single=plan.is_single_prompt, abort=self.aborted.extend
         )
-        generation.packed_prompts = [message.input_ids for message in messages]
-        generation.logprobs = [message.logprobs for message in messages]
+        generation.begin(plan, messages)
         for index, message in enumerate(messages):
             self.live[message.rid] = generation
             task = asyncio.ensure_future(self._play(generation, index, message))

@@ -468,7 +468,7 @@ def test_every_field_of_a_request_is_recorded_or_known_not_to_matter() -> None:
         routing_key="d",
         session_hold="e",
         grammar_key="?",
-        logprobs=LogprobParams(start_len=1),
+        logprobs=LogprobParams(start_len=1, after_prompt=True),
         timeout=1.0,
         probe=True,
         embeds_key="f",
