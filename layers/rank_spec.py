@@ -20,6 +20,7 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float = 60.0
     local_rank: int = 0  # among the ranks of its machine
     local_size: int = 1  # how many these are
+    replica: int = 0  # of the model's replicas, which one it belongs to
 
     @property
     def rank(self) -> int:
@@ -29,6 +30,11 @@ class RankSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def world_size(self) -> int:
         return self.tp_size * self.pp_size
+
+    @property
+    def overall_rank(self) -> int:
+        """Its number among the ranks of all replicas."""
+        return self.replica * self.world_size + self.rank
 
     @property
     def is_first_stage(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from ..model_executor.step import ModelInfo, RunnerConfig
@@ -188,7 +190,7 @@ class TokenizerManagerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_parser: str | None = None  # a name of REASONING_MARKS
     tool_call_parser: str | None = None  # a name of TOOL_PARSERS, None: by the chat template
     max_top_logprobs: int = 20
-    enable_return_hidden_states: bool = False
+    return_hidden_states_mode: Literal["last", "full"] | None = None  # most that a request may ask for
     log_requests: bool = False
     log_requests_level: int = 1
     log_requests_format: str = "text"

@@ -28,8 +28,13 @@ def finish_reason_json(reason: FinishReason | None) -> dict[str, Any] | None:
 
 
 def hidden_json(row: RowHidden, num_prompt: int) -> list[Any]:
-    """A list of the states of the prompt's computed tokens first, if ``row`` has any, then those of one output token each."""
+    """A list of the states of the prompt's computed tokens first, if ``row`` has any, then those of one output token each.
+
+    Of the newest state alone: a list of it.
+    """
     states = np.frombuffer(row.values, "<f4").reshape(row.num, -1).tolist() if row.num else []
+    if row.newest:
+        return list(states)
     num_first = max(num_prompt - row.first, 0)
     return [states[:num_first], *states[num_first:]] if num_first else states
 

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import RequestError
-from .io_struct import CacheHint, FinishReason, GenerateReq, LogprobParams, RowHidden, RowLogprobs, TextOutput, unpack_ids
+from .io_struct import (
+    CacheHint,
+    FinishReason,
+    GenerateReq,
+    HiddenWish,
+    LogprobParams,
+    RowHidden,
+    RowLogprobs,
+    TextOutput,
+    unpack_ids,
+)
 from .sessions.sessions import SessionParams
 
 if TYPE_CHECKING:
@@ -66,7 +76,7 @@ class GenerateInput(msgspec.Struct, kw_only=True):
     require_reasoning: bool = False  # the output may have a thinking part; a grammar begins behind it
     max_thinking_tokens: int | None = None  # most tokens of the thinking part; then its end mark is forced
     return_prompt_token_ids: bool = False
-    return_hidden_states: bool | list[bool] = False
+    return_hidden_states: HiddenWish | list[HiddenWish] = False
     session_params: SessionParams | None = None
     session_id: str | None = None  # names a conversation towards routers; not together with session_params
 

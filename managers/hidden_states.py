@@ -22,7 +22,7 @@ def ask_hidden(table: LiveTable, step: StepInput) -> None:
         if req.embeds is not None and begin < req.num_prompt:
             step.embeds.append(EmbedSpan(start, req.embeds[begin:end]))
         if req.hidden is not None and req.hidden.asked < end:
-            first = max(begin, req.hidden.asked)
+            first = end - 1 if req.hidden.newest else max(begin, req.hidden.asked)
             req.hidden.asked = end
             step.hidden.append(HiddenSpan(index, start + first - begin, end - first))
 
@@ -36,6 +36,4 @@ def take_hidden(table: LiveTable, step: StepInput, output: StepOutput, alive: np
     for span, part in zip(step.hidden, values, strict=True):
         own = table.req(int(step.rows[span.index])).hidden if alive[span.index] else None
         if own is not None:
-            own.taken = (own.taken or 0) + span.count
-            if known:
-                own.parts.append(part)
+            own.take(part if known else None, int(step.seq_lens[span.index]))

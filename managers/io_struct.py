@@ -6,7 +6,7 @@ decodes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -103,16 +103,27 @@ class RowLogprobs(msgspec.Struct, array_like=True, kw_only=True):
         return RowLogprobs(output=self.output + later.output, input=self.input if self.input is not None else later.input)
 
 
+HiddenWish = bool | Literal["last"]  # all states of a request, none, or the newest alone
+
+
 class RowHidden(msgspec.Struct, array_like=True, kw_only=True):
-    """Hidden states of ``num`` consecutive positions of one request from ``first`` on: float32 [num, H] as bytes."""
+    """Hidden states of ``num`` consecutive positions of one request from ``first`` on: float32 [num, H] as bytes.
+
+    newest: only the newest state is wanted, so a later row takes the place of this one.
+    """
 
     first: int
     num: int
     values: bytes
+    newest: bool = False
 
     def merged(self, later: RowHidden | None) -> RowHidden:
         """These states and those of a later row of the same request."""
-        return self if later is None else RowHidden(first=self.first, num=self.num + later.num, values=self.values + later.values)
+        if later is None:
+            return self
+        if later.newest:
+            return later if later.num else self
+        return RowHidden(first=self.first, num=self.num + later.num, values=self.values + later.values)
 
 
 # --- tokenizer manager -> scheduler -----------------------------------------------------------------------------------------------
@@ -142,7 +153,7 @@ class GenerateReq(Message):
     probe: bool = False  # leaves nothing in the cache
     input_embeds: bytes = b""  # float32 [T, H], the prompt; input_ids are zeros then
     embeds_key: str = ""  # digest of input_embeds
-    return_hidden_states: bool = False
+    return_hidden_states: HiddenWish = False
 
 
 class LoadGrammarReq(Message):

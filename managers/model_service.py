@@ -43,8 +43,8 @@ class FromDiskInput(UpdateInput, kw_only=True):
 
 
 class InitGroupInput(msgspec.Struct, kw_only=True):
-    """Body of /init_weights_update_group: a trainer listens at master_address:master_port as rank 0, the ranks here come after
-    rank_offset. world_size counts them all. timeout: seconds, at most 600."""
+    """Body of /init_weights_update_group: a trainer listens at master_address:master_port as rank 0, the ranks here come from
+    rank_offset on, replica by replica. world_size counts them all. timeout: seconds, at most 600."""
 
     master_address: str
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -113,8 +113,6 @@ class ModelService:
 
     async def init_group(self, query: InitGroupInput) -> ControlReply:
         """Join a trainer's group. Answers when all are there, or the time is over."""
-        if self._tm.info.dp_size > 1:
-            raise RequestError("Groups are not served with --dp-size above 1; use update_weights_from_tensor.")
         spec = GroupSpec(
             name=query.group_name,
             address=query.master_address,

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from .io_struct import CacheHint, LogprobParams
+from .io_struct import CacheHint, HiddenWish, LogprobParams
 from .sampling_params import SamplingParams
 from .score_tree import ScoreTree
 from .sessions.sessions import SessionParams, Turn
@@ -42,7 +42,7 @@ class RequestPlan(msgspec.Struct, kw_only=True):
     processors: list[str]
     rooms: Sequence[int | None]
     logprobs: list[LogprobParams | None]  # start_len may be -1 still
-    hidden: list[bool]  # of each prompt: hidden states are wanted
+    hidden: list[HiddenWish]  # of each prompt: which hidden states are wanted
     rids: list[str]
     families: list[str]  # the client's rid that each rid was made from
     stream: bool

@@ -22,7 +22,7 @@ from .constrained.thinking import ThinkingPlanner
 from .continuations import continued, departure
 from .errors import RequestError, StartError
 from .generation import GenerateInput
-from .io_struct import GenerateReq, pack_ids
+from .io_struct import GenerateReq, HiddenWish, pack_ids
 from .logprobs.params import logprob_plans, with_start
 from .per_prompt import per_prompt
 from .prompt_embeds import checked_embeds, embeds_key, embeds_prompts
@@ -55,7 +55,7 @@ class RequestValidator:
         self._bos_token_id = info.model.bos_token_id
         self._tokenizer = tokenizer
         self._max_top_logprobs = config.max_top_logprobs
-        self._tells_hidden = config.enable_return_hidden_states
+        self._tells_hidden = config.return_hidden_states_mode
         self._auto_truncate = config.allow_auto_truncate
         self._refuses_priority = config.abort_on_priority_when_disabled and not info.priority_scheduling
         self._random = random.Random(config.random_seed)
@@ -157,12 +157,12 @@ class RequestValidator:
                 )
         return messages
 
-    def _hidden(self, request: GenerateInput, num_prompts: int) -> list[bool]:
-        wanted = per_prompt(request.return_hidden_states, num_prompts, "return_hidden_states", False)
-        if any(wanted) and not self._tells_hidden:
-            raise RequestError(
-                "return_hidden_states: the server was started without --enable-return-hidden-states.", param="return_hidden_states"
-            )
+    def _hidden(self, request: GenerateInput, num_prompts: int) -> list[HiddenWish]:
+        wanted: list[HiddenWish] = per_prompt(request.return_hidden_states, num_prompts, "return_hidden_states", False)
+        told: tuple[HiddenWish, ...] = {"full": (False, True, "last"), "last": (False, "last"), None: (False,)}[self._tells_hidden]
+        if not all(wish in told for wish in wanted):
+            why = "with --return-hidden-states-mode last" if self._tells_hidden else "without --return-hidden-states-mode"
+            raise RequestError(f"return_hidden_states: the server was started {why}.", param="return_hidden_states")
         return wanted
 
     def _processors(self, request: GenerateInput, num_prompts: int) -> list[str]:

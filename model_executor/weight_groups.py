@@ -32,10 +32,10 @@ class WeightGroups:
             raise ValueError(f"unknown backend {spec.backend!r}; known are {', '.join(BACKENDS)}")
         if spec.backend == "nccl" and not torch.cuda.is_available():
             raise ValueError("the backend nccl needs a GPU; use gloo")
-        rank = spec.rank_offset + self._ranks.rank
+        rank = spec.rank_offset + self._ranks.overall_rank
         if not 0 < rank < spec.world_size:
             raise ValueError(
-                f"rank {rank} (rank_offset + {self._ranks.rank}) must be in [1, {spec.world_size}); rank 0 is the trainer's"
+                f"rank {rank} (rank_offset + {self._ranks.overall_rank}) must be in [1, {spec.world_size}); rank 0 is the trainer's"
             )
         self._groups[spec.name] = WeightGroup(
             spec.name,
@@ -61,7 +61,7 @@ class WeightGroups:
                 group.close()
             raise
         self._groups[name] = group
-        own = Path(folder) / f"rank{self._ranks.rank}"
+        own = Path(folder) / f"rank{self._ranks.overall_rank}"
         own.mkdir(parents=True, exist_ok=True)
         save_file(received, own / OVERLAY)
         return str(own)

@@ -23,6 +23,7 @@ def _sampling() -> dict[str, Any]:
 
 
 SAMPLING = _sampling()
+HIDDEN = [{"type": "boolean"}, {"const": "last"}]
 PORT = {"type": "integer", "minimum": 1, "maximum": 65535}
 ROOM = {"type": "integer", "minimum": 0, "maximum": 2**63 - 1}
 GENERATE_BODY: dict[str, Any] = {
@@ -72,7 +73,7 @@ GENERATE_BODY: dict[str, Any] = {
         "return_text_in_logprobs": {"type": "boolean", "default": False},
         "custom_logit_processor": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]},
         "return_prompt_token_ids": {"type": "boolean", "default": False},
-        "return_hidden_states": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"type": "boolean"}}], "default": False},
+        "return_hidden_states": {"anyOf": [*HIDDEN, {"type": "array", "items": {"anyOf": HIDDEN}}], "default": False},
         "session_id": {"type": "string"},
         "session_params": {
             "type": "object",

@@ -111,8 +111,12 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
     ] = "{}"
     max_top_logprobs: Annotated[NotNegative, Meta(description="Most alternatives per token that a request may ask for")] = 20
     enable_return_hidden_states: Annotated[
-        bool, Meta(description="Requests may ask for the hidden states of their tokens (return_hidden_states)")
+        bool, Meta(description="Requests may ask for the hidden states of their tokens: --return-hidden-states-mode full")
     ] = False
+    return_hidden_states_mode: Annotated[
+        Literal["last", "full"] | None,
+        Meta(description="Requests may ask for the hidden state of the newest token (last), or for those of all tokens too (full)"),
+    ] = None
 
     # Structured output and thinking
     grammar_backend: Annotated[
@@ -595,7 +599,7 @@ class ServerArgs(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_field
             reasoning_parser=self.reasoning_parser,
             tool_call_parser=self.tool_call_parser,
             max_top_logprobs=self.max_top_logprobs,
-            enable_return_hidden_states=self.enable_return_hidden_states,
+            return_hidden_states_mode=self.return_hidden_states_mode or ("full" if self.enable_return_hidden_states else None),
             log_requests=self.log_requests,
             log_requests_level=self.log_requests_level,
             log_requests_format=self.log_requests_format,

@@ -123,5 +123,5 @@ class ThinkingPlanner:
         tail = self._tokenizer.decode(list(prompt[-MAX_TAIL:]), skip_special_tokens=False).rstrip()
         if tail.endswith(self._marks.end):
             return None
-        is_open = self._marks.template_opens or tail.endswith(self._marks.start)
+        is_open = self._marks.template_opens or tail.endswith(self._marks.start.rstrip())
         return ThinkingParams(start_ids=self._start_ids, end_ids=self._end_ids, is_open=is_open, budget=budget)

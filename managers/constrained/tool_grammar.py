@@ -50,6 +50,20 @@ _TAGS: dict[str, tuple[str, str, str, str]] = {
         "<minimax:tool_call>",
         "minimax_xml",
     ),
+    "minimax-m3": (
+        ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="{name}">',
+        "]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+        "]<]minimax[>[<tool_call>",
+        "minimax_m3_xml",
+    ),
+    "gemma4": ("<|tool_call>call:{name}", "<tool_call|>", "<|tool_call>", "gemma"),
+    "apertus2509": ('<|tools_prefix|>[{{"{name}": ', "}]<|tools_suffix|>", "<|tools_prefix|>", "json"),
+    "kimi_k3": (
+        '<|open|>tools<|sep|><|open|>call tool="{name}" index="1"<|sep|>',
+        "<|close|>call<|sep|><|close|>tools<|sep|>",
+        "<|open|>tools<|sep|>",
+        "kimi_k3_xml",
+    ),
     "glm45": ("<tool_call>{name}\n", "\n</tool_call>", "<tool_call>", "glm_xml"),
     "hunyuan": (
         "<tool_calls><tool_call>{name}<tool_sep>",

@@ -36,6 +36,7 @@ from ..io_struct import (
     TokenOutput,
     ToScheduler,
     UpdateWeightsReq,
+    WeightsGroupReq,
 )
 from ..ipc import Receiver, Sender
 from ..processes.recovery import REPLICA_LOST
@@ -160,6 +161,9 @@ class Controller:
             pending = self._router.pending.get(message.rid)
             if pending:
                 self._links[pending.replica].send(message)
+        elif isinstance(message, WeightsGroupReq) and message.spec is not None and self._config.ray is not None:
+            text = "Groups are not served with replicas in a Ray cluster; use update_weights_from_tensor."
+            self._to_tokenizer(ControlReply(call_id=message.call_id, success=False, message=text))
         else:
             self._send_to_all(message)
 
@@ -211,6 +215,9 @@ class Controller:
         if message.path and not message.partial:
             for key in [key for key in self._lasting if key.startswith("weights ")]:
                 del self._lasting[key]
+        if message.group and self._alive:  # no trainer sends again what the ranks have kept; all got the same
+            own = f"{message.path}/rank{self._alive[0] * self._config.layout.world_size}"
+            message = msgspec.structs.replace(message, path=own, group="", tensors=[])
         self._lasting[f"weights {message.call_id}"] = message
         for index in self._alive:
             self._router.prefixes.forget(index)

@@ -18,7 +18,7 @@ def rank_configs(base: SchedulerConfig, layout: Layout) -> list[SchedulerConfig]
     if layout.world_size == 1:
         if sharers == 1:
             return [base]
-        alone = RankSpec(local_rank=layout.replica, local_size=sharers)
+        alone = RankSpec(local_rank=layout.replica, local_size=sharers, replica=layout.replica)
         return [msgspec.structs.replace(base, runner=msgspec.structs.replace(base.runner, ranks=alone))]
     links, meeting = _links(base, layout)
     configs = []
@@ -33,6 +33,7 @@ def rank_configs(base: SchedulerConfig, layout: Layout) -> list[SchedulerConfig]
             timeout=COLLECTIVE_TIMEOUT,
             local_rank=layout.replica * len(layout.ranks) + rank - layout.ranks.start,
             local_size=sharers,
+            replica=layout.replica,
         )
         runner = msgspec.structs.replace(base.runner, ranks=spec)
         record = f"{base.record_decisions}.rank{rank}" if base.record_decisions and rank else base.record_decisions

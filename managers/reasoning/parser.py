@@ -13,9 +13,10 @@ from ..tool_parsers.events import Event, Reasoning, Text, Tools, collected
 from ..tool_parsers.harmony import Harmony
 from ..tool_parsers.registry import create_parser
 from ..tool_parsers.scan import Marks
+from ..tool_parsers.xtml import KimiK3
 from .marks import REASONING_MARKS, ReasoningMarks
 
-HARMONY = "gpt-oss"
+HARMONY, XTML = "gpt-oss", "kimi_k3"  # formats in which thinking, answer and calls are parts of one structure
 DEFAULT = "think"  # a name of this module's functions: the marks of most models
 _BLANK = re.compile(r"\s*")
 
@@ -35,7 +36,7 @@ class ReasoningParser:
     """
 
     def __init__(self, marks: ReasoningMarks, *, inside: bool, stops: Sequence[str] = ()) -> None:
-        self._start = Marks(marks.start)
+        self._opening_marks = Marks(marks.start, marks.end)
         self._ends = Marks(marks.end, *stops)
         self._end = marks.end
         self._inside = inside
@@ -70,15 +71,18 @@ class ReasoningParser:
         self.num_looked += len(self._held)
 
     def _opening(self, text: str, pos: int, final: bool) -> int:
-        """Blanks, then a start mark or not."""
+        """Blanks, then a mark or not."""
         match = _BLANK.match(text, pos)
         end = match.end() if match else pos
         if end == len(text) and not final:
             self._blanks.append(text[pos:])
             return end
-        mark = self._start.at(text, end) if end < len(text) else None
-        if mark is None and not final and self._start.may_begin(text, end):
+        mark = self._opening_marks.at(text, end) if end < len(text) else None
+        if mark is None and not final and self._opening_marks.may_begin(text, end):
             self._blanks.append(text[pos:end])
+            return end
+        if mark == self._end:  # a thought without words, whose beginning was left out
+            self._state = self._think
             return end
         self.thinking = mark is not None or self._inside
         self._state = self._think if self.thinking else self._answer
@@ -163,9 +167,11 @@ def output_parser(
 
     tools: those that may be called; None: any. inside: whether the answer begins within the thinking; None: as the table says.
     """
-    if HARMONY in (reasoning, calls):
-        harmony = Harmony(tools, calls=calls == HARMONY, reasoning=reasoning == HARMONY)
-        return harmony if calls in (HARMONY, None) else Chain(harmony, create_parser(calls, tools))
+    whole = next((name for name in (HARMONY, XTML) if name in (reasoning, calls)), None)
+    if whole is not None:
+        wanted = {"calls": calls == whole, "reasoning": reasoning == whole}
+        first = Harmony(tools, **wanted) if whole == HARMONY else KimiK3(tools, **wanted, inside=bool(inside))
+        return first if calls in (whole, None) else Chain(first, create_parser(calls, tools))
     parsers: list[OutputParser] = []
     caller = create_parser(calls, tools) if calls is not None else None
     if reasoning is not None:

@@ -143,6 +143,21 @@ def resolved(schema: Any, root: Any) -> Any:
     return schema
 
 
+def property_of(schema: Any, root: Any, name: str) -> Any:
+    """The schema of an object's member; None: it does not say."""
+    found = resolved(schema, root)
+    properties = found.get("properties") if isinstance(found, Mapping) else None
+    if isinstance(properties, Mapping) and name in properties:
+        return properties[name]
+    return found.get("additionalProperties") if isinstance(found, Mapping) else None
+
+
+def items_of(schema: Any, root: Any) -> Any:
+    """The schema of an array's items; None: it does not say."""
+    found = resolved(schema, root)
+    return found.get("items") if isinstance(found, Mapping) else None
+
+
 def types_of(schema: Any, root: Any) -> frozenset[str]:
     """The JSON types that a schema within root allows at its top; empty: it does not say."""
     schema = resolved(schema, root)

@@ -79,7 +79,7 @@ class ChatChoices:
         self._body = body
         self._generation = generation
         self._texts = texts
-        self._hidden = LastStates(wanted=body.return_hidden_states)
+        self._hidden = LastStates(wanted=bool(body.return_hidden_states))
         stream = body.stream_reasoning or not body.stream
         self._answers = [
             _Answer(plan.parser(inside=inside), parallel=plan.parallel, stream_reasoning=stream) for _ in generation.rids

@@ -107,4 +107,4 @@ def begins_inside(tokenizer: Tokenizer, ids: list[int], body: ChatBody, reasonin
             return text.rfind(marks.start) > text.rfind(marks.end)
     if tail.endswith(marks.end):
         return False
-    return True if tail.endswith(marks.start) else None
+    return True if tail.endswith(marks.start.rstrip()) else None

@@ -81,7 +81,7 @@ class _Choices:
         self._tm, self._body, self._generation = tm, body, generation
         self._echoes = dict(enumerate(echoes))
         self._logprobs: dict[int, CompletionLogprobs] = {}
-        self._hidden = LastStates(wanted=body.return_hidden_states)
+        self._hidden = LastStates(wanted=bool(body.return_hidden_states))
 
     def write(self, output: Output) -> dict[str, Any]:
         """One output as a choice."""

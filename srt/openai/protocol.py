@@ -188,7 +188,7 @@ class GenerateBody(Body):
     routing_key: str | None = None
     timeout: float | None = Field(None, gt=0, allow_inf_nan=False)
     return_token_ids: bool = False
-    return_hidden_states: bool = False
+    return_hidden_states: bool | Literal["last"] = False
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     max_thinking_tokens: int | None = Field(None, ge=0)
@@ -236,9 +236,10 @@ class GenerateBody(Body):
     def service(self) -> dict[str, Any]:
         """The other fields of a GenerateInput that completions and chat fill alike."""
         names = ["rid", "stream", "extra_key", "cache_salt", "custom_logit_processor", "priority", "session_id", "routing_key"]
-        names += ["timeout", "return_hidden_states", "data_parallel_rank", "routed_dp_rank", "max_thinking_tokens"]
+        names += ["timeout", "data_parallel_rank", "routed_dp_rank", "max_thinking_tokens"]
         return {
             **{name: getattr(self, name) for name in names},
+            "return_hidden_states": "last" if self.return_hidden_states else False,  # these routes tell no other
             "sampling_params": self.sampling_params(),
             "cache_hint": self.cache_hint.native() if self.cache_hint else None,
             "session_params": SessionParams.parse_optional(self.session_params),

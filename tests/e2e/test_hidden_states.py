@@ -79,6 +79,19 @@ def test_hidden_states_in_a_stream(engine: Engine, reference: Any, incremental: 
     np.testing.assert_allclose(whole[1:], own[40:45], atol=1e-4)
 
 
+@pytest.mark.parametrize("incremental", [False, True])
+def test_the_newest_hidden_state_alone(engine: Engine, reference: Any, incremental: bool) -> None:
+    named: Any = {"input_ids": PROMPT, "sampling_params": PARAMS, "return_hidden_states": "last"}
+    answer: Any = engine.generate(**named)
+    own = states_of(reference, PROMPT + answer["output_ids"])
+    (state,) = answer["meta_info"]["hidden_states"]
+    np.testing.assert_allclose(state, own[-2], atol=1e-4)
+    chunks: Any = list(engine.generate(**named, stream=True, incremental=incremental))
+    for at, chunk in enumerate(chunks):
+        (state,) = chunk["meta_info"]["hidden_states"]
+        np.testing.assert_allclose(state, own[39 + at], atol=1e-4)
+
+
 def test_embeddings_of_ids_say_what_the_ids_say(engine: Engine, reference: Any) -> None:
     engine.flush_cache()
     named = {"sampling_params": PARAMS, "return_logprob": True, "return_hidden_states": True}

@@ -6,10 +6,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 from tiny_weights import NAME, ids_and_cached, save_model
@@ -136,6 +139,37 @@ def test_each_rank_takes_its_part(tmp_path: Path, trainer: Callable[..., Trainer
             assert ids_and_cached(engine)[0] == updated
     finally:
         own.close()
+
+
+@pytest.mark.nightly
+def test_each_replica_takes_all(folders: tuple[str, str], trainer: Callable[..., Trainer]) -> None:
+    """Two replicas and a trainer: a group of three. A replica that starts again has what was handed over."""
+    with Engine(model_path=folders[0], max_total_tokens=2048, dp_size=2, strict=True) as engine:
+        first = [ids_and_cached(engine, data_parallel_rank=replica)[0] for replica in range(2)]
+        own = trainer(3)
+        meet(engine, own, 3)
+        own.send("*")
+        assert engine.update_weights_from_distributed(**own.announced(list(own.tensors)), weight_version="b")[0]
+        second = [ids_and_cached(engine, data_parallel_rank=replica)[0] for replica in range(2)]
+        assert first[0] == first[1] != second[0] == second[1]
+        assert engine.destroy_weights_update_group()[0]
+        victim = next(each for each in psutil.Process().children(recursive=True) if "scheduler" in each.cmdline())
+        victim.kill()
+        assert [found[0] for found in map(partial(answered, engine), range(2))] == second
+        assert engine.update_weights_from_disk(folders[1])[0]
+        assert ids_and_cached(engine)[0] == second[0], "the same as from disk"
+
+
+def answered(engine: Engine, replica: int) -> tuple[list[int], int]:
+    """What a replica says as soon as it is up."""
+    until = time.monotonic() + TIMEOUT
+    while True:
+        try:
+            return ids_and_cached(engine, data_parallel_rank=replica)
+        except RequestError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
 
 
 def test_requests_go_on_while_a_trainer_is_awaited(folders: tuple[str, str]) -> None:

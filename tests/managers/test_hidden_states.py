@@ -94,6 +94,21 @@ def test_what_was_told_is_not_told_again_after_a_retraction(make: Any) -> None:
     assert [int(id) for _, id in states(harness.hidden["a"])] == whole[:-1]
 
 
+@pytest.mark.parametrize("faults", [None, {"retract_every": 3}])
+def test_the_newest_state_alone(make: Any, faults: dict[str, float] | None) -> None:
+    """Whatever the chunks, the cache and retractions were; steps are asked for one state of a row at most."""
+    harness = make(chunked_prefill_size=32, faults=faults)
+    prompts = {f"r{i}": prompt_of(i % 5, 9 + 13 * i) for i in range(8)}
+    for i, (rid, prompt) in enumerate(prompts.items()):
+        harness.submit(rid, prompt, max_new_tokens=1 + 3 * i, stream=bool(i % 2), return_hidden_states="last")
+        harness.turn(i % 3)
+    harness.drain()
+    for rid, prompt in prompts.items():
+        row, whole = harness.hidden[rid], prompt + harness.ids[rid]
+        assert row.newest and row.first == len(whole) - 2
+        assert states(row) == [[float(len(whole) - 2), float(whole[-2])]]
+
+
 def test_no_output_and_one_token(make: Any) -> None:
     harness = make()
     harness.submit("none", prompt_of(3, 9), max_new_tokens=0, return_hidden_states=True)

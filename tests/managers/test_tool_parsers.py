@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from banyan.managers.tool_parsers.events import CallArguments, CallStart, Event, Parsed, Text, collected
 from banyan.managers.tool_parsers.registry import TOOL_PARSERS, create_parser
+from banyan.managers.tool_parsers.xtml import KimiK3
 
 CITY = {"type": "string"}
 TOOLS: dict[str, Any] = {
@@ -172,7 +173,59 @@ def gigachat(calls: Any) -> str:
     return "".join("<|function_call|>" + json.dumps({"name": name, "arguments": values}) for name, values in calls)
 
 
+def apertus(calls: Any) -> str:
+    return f"<|tools_prefix|>{json.dumps([{name: values} for name, values in calls])}<|tools_suffix|>"
+
+
+def gemma(calls: Any) -> str:
+    def write(value: Any) -> str:
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{write(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ",".join(map(write, value)) + "]"
+        return f'<|"|>{value}<|"|>' if isinstance(value, str) else json.dumps(value)
+
+    return "".join(f"<|tool_call>call:{name}{write(values)}<tool_call|>" for name, values in calls)
+
+
+def minimax3(calls: Any) -> str:
+    mark = "]<]minimax[>["
+
+    def write(name: str, value: Any) -> str:
+        if isinstance(value, dict):
+            inner = "".join(write(key, each) for key, each in value.items())
+        elif isinstance(value, list):
+            inner = "".join(write("item", each) for each in value)
+        else:
+            inner = value if isinstance(value, str) else json.dumps(value)
+        return f"{mark}<{name}>{inner}{mark}</{name}>"
+
+    texts = [
+        f'{mark}<invoke name="{name}">{"".join(write(key, each) for key, each in values.items())}{mark}</invoke>\n'
+        for name, values in calls
+    ]
+    return f"{mark}<tool_call>\n{''.join(texts)}{mark}</tool_call>"
+
+
+def kimi3(calls: Any) -> str:
+    kinds = {str: "string", int: "number", dict: "object"}
+
+    def argument(key: str, value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return f'<|open|>argument key="{key}" type="{kinds[type(value)]}"<|sep|>{text}<|close|>argument<|sep|>'
+
+    texts = [
+        f'<|open|>call tool="{name}" index="{index}"<|sep|>{"".join(argument(*each) for each in values.items())}<|close|>call<|sep|>'
+        for index, (name, values) in enumerate(calls, 1)
+    ]
+    return f"<|open|>tools<|sep|>{''.join(texts)}<|close|>tools<|sep|><|close|>message<|sep|>"
+
+
 FORMATS: dict[str, Any] = {
+    "apertus2509": apertus,
+    "gemma4": gemma,
+    "minimax-m3": minimax3,
+    "kimi_k3": kimi3,
     "minicpm5": minicpm,
     "hunyuan": hunyuan,
     "deepseekv32": dsml("function_calls"),
@@ -211,6 +264,15 @@ BITS = [
     '"arguments": ',
     '"parameters"',
     "functions.now:0",
+    "call:now{",
+    '<invoke name="now">',
+    "<city>",
+    "</city>",
+    'call tool="get_weather" index="1"<|sep|>',
+    'argument key="city" type="string"<|sep|>',
+    "argument<|sep|>",
+    "call<|sep|>",
+    "tools<|sep|>",
     *'{}[]()"\\\n ,:;=<>x1',
 ]
 
@@ -373,6 +435,56 @@ def test_python_values_and_positions() -> None:
     ]
 
 
+def test_gemma_values() -> None:
+    text = """<|tool_call>call:now{ "a" : "x\\n" , <|"|>b c<|"|>:[], d:{e:[-1.5,<|"|>,}<|"|>]},f:None,g:word } <tool_call|>"""
+    wanted = {"a": "x\n", "b c": [], "d": {"e": [-1.5, ",}"]}, "f": None, "g": "word"}
+    for pieces in ([text], list(text)):
+        parsed, _, _ = parse("gemma4", [*pieces, "after"])
+        assert (told(parsed), parsed.text) == ([("now", wanted)], "after")
+    for cut_off in ("<|tool_call>call:now{a:[{b:1<tool_call|>x", "<|tool_call>call:now{a:[{b:1,nonsense<tool_call|>x"):
+        parsed, _, _ = parse("gemma4", list(cut_off))
+        assert (told(parsed), parsed.text) == ([("now", {"a": [{"b": 1}]})], "x")
+
+
+def test_minimax3_elements_become_what_the_schema_says() -> None:
+    mark = "]<]minimax[>["
+    node = {"type": "object", "properties": {"item": {"type": "string"}, "next": {"$ref": "#/$defs/node"}}}
+    properties = {
+        "many": {"type": "array", "items": {"type": "string"}},
+        "node": {"$ref": "#/$defs/node"},
+        "none": {"type": "array"},
+        "empty": {"type": "object"},
+        "text": {"type": "string"},
+    }
+    tools = {"f": {"type": "object", "properties": properties, "$defs": {"node": node}}}
+    inner = "<many>#<item>1#</item>\n#<item> 2 #</item>#</many>#<node>#<item>3#</item>#<next>#<item>4#</item>#</next>#</node>"
+    inner += "#<none>#</none>#<empty>#</empty>#<text>#</text>#<free>#<item>5#</item>#<item>x y#</item>#</free>#<flag>true#</flag>"
+    text = f'#<tool_call>#<invoke name="f">#{inner}#</invoke>#</tool_call>'.replace("#", mark)
+    wanted = {
+        "many": ["1", " 2 "],
+        "node": {"item": "3", "next": {"item": "4"}},
+        "none": [],
+        "empty": {},
+        "text": "",
+        "free": [5, "x y"],
+        "flag": True,
+    }
+    for pieces in ([text], list(text)):
+        assert told(parse("minimax-m3", pieces, tools)[0]) == [("f", wanted)]
+
+
+def test_kimi3_blocks_are_told_apart() -> None:
+    text = "Hm.\n<|close|>think<|sep|><|open|>response<|sep|>Looking.<|close|>response<|sep|>" + kimi3(CALLS) + "<|end_of_msg|>"
+    for pieces in ([text], list(text)):
+        parser = KimiK3(TOOLS, inside=True)
+        parsed = collected([event for piece in pieces for event in parser.feed(piece)] + parser.finish())
+        assert (parsed.reasoning, parsed.text, told(parsed)) == ("Hm.", "Looking.", CALLS)
+        assert [call.call_id for call in parsed.calls] == ["get_weather:1", "now:2", "get_weather:3"]
+    argument = '<|open|>argument key="a&quot;&amp;b" type="null"<|sep|>null<|close|>argument<|sep|>'
+    text = f'<|open|>call tool="now" index="1"<|sep|>{argument}<|close|>call<|sep|>'
+    assert told(parse("kimi_k3", [text])[0]) == [("now", {'a"&b': None})]
+
+
 def test_harmony_tells_thinking_answer_and_calls_apart() -> None:
     text = (
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>Looking.<|end|>"
@@ -441,6 +553,18 @@ HOSTILE = [
     "<tool_call>now\n<arg_key>a</arg_key>" + "<arg_value>" * 9000,
     "<|tool_call_begin|>" + "functions.now:0" * 7000,
     "[now(" + "((" * 50_000,
+    "<|tool_call>call:now{a:" * 4000,
+    "<|tool_call>call:now{a:" + "[" * 100_000,
+    "<|tool_call>call:now{" + "a" * 100_000,
+    '<|tool_call>call:now{a:<|"|>' + "<|" * 50_000,
+    "<|tools_prefix|>[" * 6000,
+    '<|tools_prefix|>[{"now": {}' + ', "now": {}' * 3000,
+    ']<]minimax[>[<invoke name="now">' + "]<]minimax[>[<a>" * 6000,
+    ']<]minimax[>[<invoke name="now">]<]minimax[>[<a>' + " \n" * 50_000,
+    ']<]minimax[>[<invoke name="now">]<]minimax[>[<a>1' + "]<]" * 30_000,
+    '<|open|>call tool="now"<|sep|>' + "<|open|>" * 10_000,
+    '<|open|>call tool="now"<|sep|><|open|>argument key="a"<|sep|>' + "<|close|>" * 10_000,
+    "<|open|>tools<|sep|>" * 5000,
 ]
 
 

@@ -267,6 +267,22 @@ def test_strict_tools_are_a_structural_tag_where_the_format_is_text(chat: Any, s
         ("deepseekv31", ['<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Pa', 'ris"}<｜tool▁call▁end｜>']),
         ("kimi_k2", ["<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>", '{"city": "Paris"}<|tool_call_end|>']),
         ("gpt-oss", ["<|channel|>commentary to=functions.wea", 'ther<|message|>{"city": "Paris"}<|call|>']),
+        ("apertus2509", ['<|tools_prefix|>[{"weather": {"city": "Pa', 'ris"}}]<|tools_suffix|>']),
+        ("gemma4", ['<|tool_call>call:weather{city:<|"', '|>Paris<|"|>}<tool_call|>']),
+        (
+            "minimax-m3",
+            [
+                ']<]minimax[>[<tool_call>\n]<]minimax[>[<invoke name="weather">]<]minimax[>[<ci',
+                "ty>Paris]<]minimax[>[</city>]<]minimax[>[</invoke>\n]<]minimax[>[</tool_call>",
+            ],
+        ),
+        (
+            "kimi_k3",
+            [
+                '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Pa',
+                "ris<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+            ],
+        ),
         ("pythonic", ["[weather(city=", "'Paris')]"]),
         ("json", ['[{"name": "weather", ', '"parameters": {"city": "Paris"}}]']),
     ],
@@ -276,7 +292,8 @@ def test_every_format_on_the_wire(chat: Any, served: Any, parser: str, pieces: l
     served.manager.script = pieces
     (call,) = chat(tools=[WEATHER]).choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Paris"})
-    assert call.id == "functions.weather:0" if parser == "kimi_k2" else call.id.startswith("call_")
+    own_ids = {"kimi_k2": "functions.weather:0", "kimi_k3": "weather:1"}
+    assert call.id.startswith("call_") if parser not in own_ids else call.id == own_ids[parser]
     answer = read_stream(chat(tools=[WEATHER], stream=True))[0]
     assert [(name, json.loads(text)) for name, text in answer["calls"]] == [("weather", {"city": "Paris"})]
     assert (answer["content"], answer["reason"]) == ("", "tool_calls")

@@ -29,6 +29,6 @@ def run(engine: Engine, **more: Any) -> Any:
     return engine.generate(input_ids=PROMPT, sampling_params=PARAMS, **more)
 
 
-def ids_and_cached(engine: Engine) -> tuple[list[int], int]:
-    answer = run(engine)
+def ids_and_cached(engine: Engine, **more: Any) -> tuple[list[int], int]:
+    answer = run(engine, **more)
     return answer["output_ids"], answer["meta_info"]["cached_tokens"]

@@ -64,8 +64,14 @@ XML = {
     "qwen_xml": '<parameter=root>\n{"next": null}\n</parameter>',
     "minimax_xml": '<parameter name="root">{"next": null}</parameter>',
     "glm_xml": '<arg_key>root</arg_key>\n<arg_value>{"next": null}</arg_value>',
+    "minimax_m3_xml": "]<]minimax[>[<root>]<]minimax[>[<next>null]<]minimax[>[</next>]<]minimax[>[</root>",
+    "kimi_k3_xml": '<|open|>argument key="root" type="object"<|sep|>{"next": null}<|close|>argument<|sep|>',
+    "gemma": "{root:{next:null}}",
     "deepseek_xml": '<｜DSML｜parameter name="root" string="false">{"next": null}</｜DSML｜parameter>',
 }
+
+
+EMPTY = {"gemma": "{}"}
 
 
 @pytest.mark.parametrize("name", [name for name in TOOL_PARSERS if strict_tag(name, TOOLS)])
@@ -78,7 +84,7 @@ def test_strict_tags_are_what_the_parser_reads(name: str) -> None:
     ):
         assert each["begin"].startswith(tag["format"]["triggers"][0])
         parser = create_parser(name, TOOLS)
-        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "root" in arguments else ""
+        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "root" in arguments else EMPTY.get(each["content"]["style"], "")
         events = parser.feed(each["begin"] + written + each["end"]) + parser.finish()
         assert [event.name for event in events if hasattr(event, "name")] == [tool]
         assert "".join(event.text for event in events if hasattr(event, "text")) == arguments
@@ -109,6 +115,10 @@ def test_other_formats_have_no_tag() -> None:
         ("<|START_ACTION|>", "cohere_command4"),
         ("<tool_calls><tool_call>x<tool_sep>", "hunyuan"),
         ("<function name=x><param name=y>", "minicpm5"),
+        ("<|open|>message<|sep|><|close|>", "kimi_k3"),
+        ("]<]minimax[>[<tool_call>", "minimax-m3"),
+        ("<|tool_call>call:x", "gemma4"),
+        ("<|tools_prefix|>[", "apertus2509"),
         ("plain", None),
         ("", None),
     ],

@@ -85,6 +85,27 @@ def test_gpt_oss_reads_channels() -> None:
     assert (no_thinking.reasoning, no_thinking.text, len(no_thinking.calls)) == ("", "Hm.\nNoon.", 1)
 
 
+@pytest.mark.parametrize("name", ["minimax-m3", "qwen3", "gemma4"])
+def test_an_end_mark_at_the_beginning_is_a_thought_without_words(name: str) -> None:
+    text = f"\n{marks_of(name).end}\n\nanswer"
+    for pieces in ([text], list(text)):
+        assert parse(pieces, name) == Parsed(text="answer", calls=[])
+
+
+def test_kimi_k3_reads_blocks() -> None:
+    text = "Hm.<|close|>think<|sep|><|open|>response<|sep|>Noon.<|close|>response<|sep|><|open|>tools<|sep|>"
+    text += '<|open|>call tool="now" index="1"<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>'
+    found = parse(list(text), "kimi_k3", "kimi_k3", inside=True)
+    assert (found.reasoning, found.text, [call.arguments for call in found.calls]) == ("Hm.", "Noon.", ["{}"])
+    plain = text.partition("<|open|>tools")[0] + "<|close|>message<|sep|>"
+    assert parse(list(plain), "kimi_k3", inside=True) == Parsed(reasoning="Hm.", text="Noon.", calls=[])
+    no_thinking = parse(list("Hi.<|close|>response<|sep|><|close|>message<|sep|>"), "kimi_k3", inside=False)
+    assert no_thinking == Parsed(text="Hi.", calls=[])
+    array = 'Hm.<|close|>think<|sep|>[{"name": "now", "parameters": {}}]'
+    found = parse(list(array), "kimi_k3", "json", inside=True)
+    assert (found.reasoning, found.text, found.calls[0].name) == ("Hm.", "", "now")
+
+
 def test_neither_parser_changes_nothing() -> None:
     assert parse(["<think>a</think>", " b"]) == Parsed(text="<think>a</think> b", calls=[])
 
@@ -104,12 +125,12 @@ def test_whole_texts(text: str, name: str, wanted: tuple[str, str]) -> None:
     assert split_reasoning(text, name) == wanted
 
 
-BITS = ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now"}', *"<>/ \nax"]
+BITS = ["<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>response<|sep|>", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now"}', *"<>/ \nax"]
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.sampled_from(["deepseek-r1", "qwen3", "kimi"]),
+    st.sampled_from(["deepseek-r1", "qwen3", "kimi", "kimi_k3"]),
     st.sampled_from([None, "hermes", "glm45"]),
     st.lists(st.sampled_from(BITS), max_size=20),
     st.integers(0, 1 << 30),
