@@ -1,8 +1,8 @@
 """What is known and not yet sent of the hidden states of one request.
 
 It is told those of every token that it computes: of its prompt from where the cached prefix ends, then of each output token but the
-last, which is never computed. A position is told once: after a retraction no more comes from the cache than was told before. A request
-may want the newest state alone: then no other is asked of a step, nor kept.
+last, which is never computed. A position is told once: after a retraction no more comes from the cache than was told before. A
+request may want the newest state alone: then no other is asked of a step, nor kept.
 """
 
 from __future__ import annotations

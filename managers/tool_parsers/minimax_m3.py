@@ -1,4 +1,4 @@
-"""The format of MiniMax M3: arguments as elements named after them, objects and arrays as elements within, each tag behind a mark."""
+"""The format of MiniMax M3: arguments are elements named after them, objects and arrays hold elements, a mark precedes each tag."""
 
 from __future__ import annotations
 

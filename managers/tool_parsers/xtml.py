@@ -19,9 +19,11 @@ def _attributes(header: str) -> dict[str, str]:
 
 
 class KimiK3(CallParser):
-    """Blocks think, response and tools; in the last one, of each call:
+    """Blocks think, response and tools; in the last one, of each call, without the line breaks:
 
-    <|open|>call tool="NAME" index="1"<|sep|><|open|>argument key="KEY" type="string"<|sep|>text<|close|>argument<|sep|><|close|>call<|sep|>
+    <|open|>call tool="NAME" index="1"<|sep|>
+    <|open|>argument key="KEY" type="string"<|sep|>text<|close|>argument<|sep|>
+    <|close|>call<|sep|>
 
     The prompt has opened the first block. A tag that makes no sense where it stands is text. The id of a call is NAME:index.
     """

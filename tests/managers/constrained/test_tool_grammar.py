@@ -84,7 +84,13 @@ def test_strict_tags_are_what_the_parser_reads(name: str) -> None:
     ):
         assert each["begin"].startswith(tag["format"]["triggers"][0])
         parser = create_parser(name, TOOLS)
-        written = arguments if "style" not in each["content"] else XML[each["content"]["style"]] if "root" in arguments else EMPTY.get(each["content"]["style"], "")
+        written = (
+            arguments
+            if "style" not in each["content"]
+            else XML[each["content"]["style"]]
+            if "root" in arguments
+            else EMPTY.get(each["content"]["style"], "")
+        )
         events = parser.feed(each["begin"] + written + each["end"]) + parser.finish()
         assert [event.name for event in events if hasattr(event, "name")] == [tool]
         assert "".join(event.text for event in events if hasattr(event, "text")) == arguments

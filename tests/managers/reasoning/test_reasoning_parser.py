@@ -125,7 +125,17 @@ def test_whole_texts(text: str, name: str, wanted: tuple[str, str]) -> None:
     assert split_reasoning(text, name) == wanted
 
 
-BITS = ["<|open|>think<|sep|>", "<|close|>think<|sep|>", "<|open|>response<|sep|>", "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now"}', *"<>/ \nax"]
+BITS = [
+    "<|open|>think<|sep|>",
+    "<|close|>think<|sep|>",
+    "<|open|>response<|sep|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    '{"name": "now"}',
+    *"<>/ \nax",
+]
 
 
 @settings(max_examples=200, deadline=None)
