@@ -215,8 +215,8 @@ def kimi3(calls: Any) -> str:
         return f'<|open|>argument key="{key}" type="{kinds[type(value)]}"<|sep|>{text}<|close|>argument<|sep|>'
 
     texts = [
-        f'<|open|>call tool="{name}" index="{index}"<|sep|>{"".join(argument(*each) for each in values.items())}<|close|>call<|sep|>'
-        for index, (name, values) in enumerate(calls, 1)
+        f'<|open|>call tool="{name}" index="{at}"<|sep|>{"".join(argument(*pair) for pair in values.items())}<|close|>call<|sep|>'
+        for at, (name, values) in enumerate(calls, 1)
     ]
     return f"<|open|>tools<|sep|>{''.join(texts)}<|close|>tools<|sep|><|close|>message<|sep|>"
 

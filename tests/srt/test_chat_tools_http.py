@@ -279,8 +279,8 @@ def test_strict_tools_are_a_structural_tag_where_the_format_is_text(chat: Any, s
         (
             "kimi_k3",
             [
-                '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>Pa',
-                "ris<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+                '<|open|>tools<|sep|><|open|>call tool="weather" index="1"<|sep|><|open|>argument key="city" type="string"<|sep|>P',
+                "aris<|close|>argument<|sep|><|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
             ],
         ),
         ("pythonic", ["[weather(city=", "'Paris')]"]),
