@@ -10,6 +10,9 @@ from .scan import CallParser, Marks
 
 OPEN, CLOSE, SEPARATOR, END_OF_MESSAGE = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 MAX_TAG = 1024  # characters of an argument's tag
+_MARKS = Marks(OPEN, CLOSE, END_OF_MESSAGE)
+_SEPARATOR = Marks(SEPARATOR)
+_VALUE_END = Marks(f"{CLOSE}argument{SEPARATOR}")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -36,9 +39,6 @@ class KimiK3(CallParser):
         super().__init__(tools)
         self._calls = calls
         self._reasoning = reasoning
-        self._marks = Marks(OPEN, CLOSE, END_OF_MESSAGE)
-        self._separator = Marks(SEPARATOR)
-        self._value_end = Marks(f"{CLOSE}argument{SEPARATOR}")
         self._block = "think" if inside and reasoning else "response"
         self._thoughts: list[str] = []  # blanks that were not told: the thinking may end
         self._thought = False
@@ -52,14 +52,14 @@ class KimiK3(CallParser):
 
     def _text(self, text: str, pos: int, final: bool) -> int:
         sink = self._think if self._block == "think" else self._say
-        pos, mark = self._until(self._marks, sink, (text, pos, final))
+        pos, mark = self._until(_MARKS, sink, (text, pos, final))
         if mark in (OPEN, CLOSE):
             self._raw.append(mark)
             self._state = self._tag
         return pos
 
     def _tag(self, text: str, pos: int, final: bool) -> int:
-        end, header, _ = self._name(self._separator, (text, pos, final))
+        end, header, _ = self._name(_SEPARATOR, (text, pos, final))
         if header is None:
             return pos
         closes = self._raw[0] == CLOSE
@@ -118,7 +118,7 @@ class KimiK3(CallParser):
 
     def _body(self, text: str, pos: int, final: bool) -> int:
         """Between arguments. What stands there is nothing."""
-        pos, mark = self._until(self._marks, lambda _: None, (text, pos, final))
+        pos, mark = self._until(_MARKS, lambda _: None, (text, pos, final))
         if mark == END_OF_MESSAGE:
             self._end_call()
         elif mark is not None:
@@ -138,7 +138,7 @@ class KimiK3(CallParser):
 
     def _read_tag(self, text: str, pos: int, final: bool) -> tuple[int, str | None]:
         """(position behind it, its inside), or None while it may still come. It may turn out to be none, too."""
-        match = self._separator.find(text, pos, pos + MAX_TAG)
+        match = _SEPARATOR.find(text, pos, pos + MAX_TAG)
         if match is not None or final or len(text) - pos >= MAX_TAG:
             self._state = self._body
         if match is not None:
@@ -162,7 +162,7 @@ class KimiK3(CallParser):
         return end
 
     def _value(self, text: str, pos: int, final: bool) -> int:
-        pos, mark = self._until(self._value_end, self._put, (text, pos, False))
+        pos, mark = self._until(_VALUE_END, self._put, (text, pos, False))
         if final and mark is None:  # cut off within its end tag
             return len(text)
         if mark is not None:
