@@ -23,10 +23,11 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from server import Server, oracle_folder, until
 
-BODY = {"text": "a story", "sampling_params": {"max_new_tokens": 200, "temperature": 0, "ignore_eos": True}}
+BODY = {"text": "a story", "sampling_params": {"max_new_tokens": 100, "temperature": 0, "ignore_eos": True}}
 SHORT = {"text": "the quick brown fox", "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}}
 LOAD = 8  # clients under load
 IDLE = 5000  # connections
+PATIENCE = 300.0  # seconds that a client waits for its answer
 
 
 class Outcome(NamedTuple):
@@ -49,18 +50,19 @@ class Load:
     def __enter__(self) -> Load:
         for thread in self._threads:
             thread.start()
-        time.sleep(1.0)
+        before = self._server.state()["num_decode_tokens"]
+        until(lambda: self._server.state()["num_decode_tokens"] > before + LOAD)  # they have begun to answer
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(PATIENCE)
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                reply = httpx.post(self._server.url + "/generate", json=BODY, timeout=60)
+                reply = httpx.post(self._server.url + "/generate", json=BODY, timeout=PATIENCE)
                 self.statuses.append("200" if reply.status_code == 200 else f"{reply.status_code} {reply.json()['error']['type']}")
             except httpx.HTTPError as error:
                 self.statuses.append(type(error).__name__)
@@ -221,7 +223,7 @@ class Chaos:
 
 def served(server: Server) -> list[int]:
     """A short answer, which must come."""
-    reply = httpx.post(server.url + "/generate", json=SHORT, timeout=60)
+    reply = httpx.post(server.url + "/generate", json=SHORT, timeout=PATIENCE)
     assert reply.status_code == 200, reply.text
     ids: list[int] = reply.json()["output_ids"]
     return ids

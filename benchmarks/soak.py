@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
@@ -30,7 +30,21 @@ FAULTS = "retract_every=97,alloc_fail=0.01"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 SAMPLE = 2.0  # seconds between two looks at the processes
 RSS_GROWTH, FD_GROWTH, THREAD_GROWTH = 0.05, 4.0, 2.0  # over the time after the warm-up; RSS as a share
-P99_RATIO = 3.0  # of the last third to the middle third
+ERRORS = 2.0  # standard errors of a slope that are no growth: connections come and go
+P99_RATIO, COST_RATIO = 3.0, 1.5  # of the last third to the middle third
+YARDSTICK = 30_000  # steps of a loop that takes about a millisecond
+YARDSTICK_INTERVAL = 0.05
+
+
+class Sample(NamedTuple):
+    """A look at the processes: when, their memory, descriptors and threads, and CPU seconds and requests so far."""
+
+    when: float
+    rss: float
+    fds: int
+    threads: int
+    cpu: float
+    requests: int
 
 
 class Soak:
@@ -45,15 +59,19 @@ class Soak:
         self.wrong: list[str] = []
         self.counts: Counter[str] = Counter()
         self.latencies: list[tuple[float, float]] = []  # when, seconds
-        self.samples: list[tuple[float, float, int, int]] = []  # when, RSS, descriptors, threads
+        self.samples: list[Sample] = []
+        self.yardstick: list[tuple[float, float]] = []  # when, seconds that a loop took which is always the same
 
     async def run(self) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.server.url, timeout=120, limits=limits) as http:
-            watch = asyncio.create_task(self._watch())
+            watches = [asyncio.create_task(self._watch()), asyncio.create_task(self._measure_the_machine())]
             await asyncio.gather(*[self._client(http, random.Random(self.seed + number)) for number in range(self.clients)])
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            for watch in watches:
+                watch.cancel()
+            for end in await asyncio.gather(*watches, return_exceptions=True):
+                if not isinstance(end, asyncio.CancelledError):
+                    raise end or RuntimeError("a watch ended early")
 
     async def _client(self, http: httpx.AsyncClient, draw: random.Random) -> None:
         while time.monotonic() < self.end:
@@ -142,45 +160,74 @@ class Soak:
     async def _watch(self) -> None:
         while True:
             own = psutil.Process(self.server.process.pid)
-            processes = [own, *own.children(recursive=True)]
-            self.samples.append(
-                (
-                    time.monotonic(),
-                    float(sum(process.memory_info().rss for process in processes)),
-                    sum(process.num_fds() for process in processes),
-                    sum(process.num_threads() for process in processes),
-                )
-            )
+            looks = [look for process in [own, *own.children(recursive=True)] if (look := look_at(process))]
+            rss, fds, threads, cpu = (sum(values) for values in zip(*looks, strict=True))
+            self.samples.append(Sample(time.monotonic(), rss, int(fds), int(threads), cpu, self.counts.total()))
             await asyncio.sleep(SAMPLE)
+
+    async def _measure_the_machine(self) -> None:
+        """How long others keep this process off its core: what a tail of latencies must be compared with."""
+        while True:
+            begin = time.perf_counter()
+            for _ in range(YARDSTICK):
+                pass
+            self.yardstick.append((time.monotonic(), time.perf_counter() - begin))
+            await asyncio.sleep(YARDSTICK_INTERVAL)
 
     # --- judgement
 
     def faults(self) -> list[str]:
         """What went wrong; empty if nothing did."""
         found = [f"{len(self.wrong)} wrong: {self.wrong[0]}"] if self.wrong else []
-        rss, fds, threads = (self.growth(column) for column in (1, 2, 3))
-        mean = statistics.fmean(sample[1] for sample in self.samples)
+        rss, fds, threads = (self.least_growth(column) for column in ("rss", "fds", "threads"))
+        mean = statistics.fmean(sample.rss for sample in self.samples)
         found += [f"RSS grows by {rss / 1e6:.1f} MB"] if rss > RSS_GROWTH * mean else []
         found += [f"descriptors grow by {fds:.1f}"] if fds > FD_GROWTH else []
         found += [f"threads grow by {threads:.1f}"] if threads > THREAD_GROWTH else []
-        middle, last = self.p99(1), self.p99(2)
-        found += [f"p99 grows from {middle * 1e3:.1f} to {last * 1e3:.1f} ms per token"] if last > P99_RATIO * middle else []
+        before, after = self.p99(1), self.p99(2)
+        slower = max(self.p99(2, self.yardstick) / max(self.p99(1, self.yardstick), 1e-9), 1.0)
+        grown = f"p99 grows from {before * 1e3:.1f} to {after * 1e3:.1f} ms per token, on a machine {slower:.1f} times as slow"
+        found += [grown] if after > P99_RATIO * slower * before else []
+        before, after = self.cost(1), self.cost(2)
+        grown = f"a request costs {after * 1e3:.1f} ms of CPU time, {before * 1e3:.1f} before"
+        found += [grown] if after > COST_RATIO * before else []
         return found
 
-    def growth(self, column: int) -> float:
+    def growth(self, column: str) -> float:
         """What the regression line rises by over the last two thirds of the run: the first third is the warm-up."""
-        kept = self.samples[len(self.samples) // 3 :]
-        times, values = [sample[0] for sample in kept], [float(sample[column]) for sample in kept]
-        if len(set(times)) < 2:
-            return 0.0
-        return statistics.linear_regression(times, values).slope * (times[-1] - times[0])
+        return self._rise(column)[0]
 
-    def p99(self, third: int) -> float:
-        """Seconds per token of plain requests that ended in a third of the run."""
-        begin = self.samples[0][0]
-        length = (self.end - begin) / 3
-        values = sorted(seconds for when, seconds in self.latencies if third <= (when - begin) / length < third + 1)
+    def least_growth(self, column: str) -> float:
+        """What is left of the growth without what chance explains."""
+        rise, error = self._rise(column)
+        return rise - ERRORS * error
+
+    def _rise(self, column: str) -> tuple[float, float]:
+        kept = self.samples[len(self.samples) // 3 :]
+        times, values = [sample.when for sample in kept], [float(getattr(sample, column)) for sample in kept]
+        if len(set(times)) < 3:
+            return 0.0, 0.0
+        slope, intercept = statistics.linear_regression(times, values)
+        rest = sum((value - slope * when - intercept) ** 2 for when, value in zip(times, values, strict=True)) / (len(times) - 2)
+        middle = statistics.fmean(times)
+        error = (rest / sum((when - middle) ** 2 for when in times)) ** 0.5
+        length = times[-1] - times[0]
+        return slope * length, error * length
+
+    def _third(self, when: float) -> int:
+        begin = self.samples[0].when
+        return int((when - begin) * 3 / (self.end - begin))
+
+    def p99(self, third: int, timed: list[tuple[float, float]] | None = None) -> float:
+        """Of what ended in a third of the run; by default of seconds per token of plain requests."""
+        values = sorted(seconds for when, seconds in (self.latencies if timed is None else timed) if self._third(when) == third)
         return values[min(int(len(values) * 0.99), len(values) - 1)] if values else 0.0
+
+    def cost(self, third: int) -> float:
+        """CPU seconds per request in a third of the run; others on the machine have no part in it."""
+        kept = [sample for sample in self.samples if self._third(sample.when) == third]
+        requests = kept[-1].requests - kept[0].requests if kept else 0
+        return (kept[-1].cpu - kept[0].cpu) / requests if requests else 0.0
 
     def report(self) -> dict[str, Any]:
         """Numbers of the run."""
@@ -188,12 +235,23 @@ class Soak:
             "requests": dict(self.counts),
             "distinct_answers": len(self.known),
             "wrong": len(self.wrong),
-            "rss_mb": round(self.samples[-1][1] / 1e6, 1),
-            "rss_growth_mb": round(self.growth(1) / 1e6, 2),
-            "fd_growth": round(self.growth(2), 2),
-            "thread_growth": round(self.growth(3), 2),
+            "rss_mb": round(self.samples[-1].rss / 1e6, 1),
+            "rss_growth_mb": round(self.growth("rss") / 1e6, 2),
+            "fd_growth": round(self.growth("fds"), 2),
+            "thread_growth": round(self.growth("threads"), 2),
             "p99_ms_per_token": [round(self.p99(third) * 1e3, 2) for third in range(3)],
+            "p99_ms_of_a_loop": [round(self.p99(third, self.yardstick) * 1e3, 2) for third in range(3)],
+            "cpu_ms_per_request": [round(self.cost(third) * 1e3, 2) for third in range(3)],
         }
+
+
+def look_at(process: psutil.Process) -> tuple[float, float, float, float] | None:
+    """Memory, descriptors, threads and CPU seconds of a process; None if it has just ended."""
+    try:
+        times = process.cpu_times()
+        return float(process.memory_info().rss), process.num_fds(), process.num_threads(), times.user + times.system
+    except psutil.NoSuchProcess:
+        return None
 
 
 def main() -> int:
