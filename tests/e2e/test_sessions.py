@@ -22,6 +22,7 @@ from banyan import Engine, RequestError
 DEADLINE = 30.0
 SIX = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
 LONG = {"max_new_tokens": 3000, "temperature": 0, "ignore_eos": True}
+ENDLESS = {**LONG, "max_new_tokens": 100_000}  # longer than any client needs to ask and leave
 CAPACITY = 100_000
 Params = dict[str, Any]
 
@@ -213,15 +214,14 @@ def test_capacity(engine: Engine) -> None:
 
 def test_a_busy_session_closes_with_its_turn(engine: Engine) -> None:
     session = engine.open_session(CAPACITY, streaming=True)
-    answers: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(ask(engine, [5] * 40, {**LONG, "max_new_tokens": 400}, id=session)))
-    thread.start()
-    assert until(lambda: state(engine)["num_running_reqs"])
+    turn = {**LONG, "max_new_tokens": 400}
+    stream = engine.generate(input_ids=[5] * 40, sampling_params=turn, session_params={"id": session}, stream=True)
+    assert isinstance(stream, Iterator)
+    next(stream)
     engine.close_session(session)
     with pytest.raises(RequestError, match="does not exist"):
         ask(engine, [1], id=session)
-    thread.join(DEADLINE)
-    assert answers[0]["meta_info"]["completion_tokens"] == 400
+    assert list(stream)[-1]["meta_info"]["completion_tokens"] == 400
     assert until(lambda: state(engine)["num_session_held_tokens"] == 0)
 
 
@@ -303,10 +303,13 @@ def test_many_sessions_at_once(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def client(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    folder = byte_level_folder(tmp_path_factory.mktemp("roomy"))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "max_position_embeddings": 131_072}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "banyan", "serve", model, "--load-format", "oracle", "--port", str(port), "--page-size", "16"]
+    command = [sys.executable, "-m", "banyan", "serve", str(folder), "--load-format", "oracle", "--port", str(port)]
+    command += ["--page-size", "16", "--max-total-tokens", "131072"]
     with (tmp_path_factory.mktemp("log") / "log").open("w") as log:
         process = subprocess.Popen([*command, "--strict", "--max-sessions", "2"], stdout=log, stderr=log)
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE) as client:
@@ -348,9 +351,10 @@ def test_a_client_that_leaves_amid_a_turn_can_go_on(client: httpx.Client) -> Non
     session = client.post("/open_session", json={"capacity_of_str_len": CAPACITY, "streaming": True}).json()
     body = {"sampling_params": SIX, "session_params": {"id": session}, "return_prompt_token_ids": True}
     first = client.post("/generate", json={**body, "input_ids": prompt_of(1, 50)}).json()
-    turn = {**body, "input_ids": [8], "sampling_params": LONG, "stream": True}
+    turn = {**body, "input_ids": [8], "sampling_params": ENDLESS, "stream": True}
     with client.stream("POST", "/generate", json=turn) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # dropping the iterator would close the connection
+        next(lines)
         busy = client.post("/generate", json={**body, "input_ids": [9]})
         assert busy.status_code == 400
         assert "has a turn under way" in busy.text
