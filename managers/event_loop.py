@@ -6,8 +6,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from ..model_executor.step import StepHandle
+from ..model_executor.step import ModelInfo, StepHandle
 from .schedule_batch import ScheduleBatch
+
+LONG_STEP = {"cpu": 16}  # tokens from which a step takes a hundred times as long as the host's work for it, by device
 
 
 class Verbs(Protocol):
@@ -49,16 +51,25 @@ class NormalLoop:
 
 
 class OverlapLoop:
-    """Step N is launched before the results of step N-1 are taken in, so that the host works while the device does."""
+    """Step N is launched before the results of step N-1 are taken in, so that the host works while the device does.
 
-    def __init__(self, scheduler: Verbs, receive: Callable[[bool], None]) -> None:
+    A request that arrives during step N-1 then waits for the whole of step N. Where a step takes long, that is more than the host's
+    work can hide: the results of a step of ``long_step`` tokens or more are taken in before the next one is decided.
+    """
+
+    def __init__(self, scheduler: Verbs, receive: Callable[[bool], None], *, long_step: int | None = None) -> None:
         self._scheduler = scheduler
         self._receive = receive
+        self._long_step = long_step
         self._pending: tuple[ScheduleBatch, StepHandle] | None = None
 
     def turn(self) -> None:
         scheduler, pending = self._scheduler, self._pending
         self._receive(pending is not None)
+        if pending and self._long_step is not None and len(pending[0].step.input_ids) >= self._long_step:
+            self._pending = None
+            scheduler.absorb(*pending)
+            return  # what has come meanwhile is received before the next step is decided
         batch = scheduler.next_batch(in_flight=pending is not None)
         self._pending = (batch, scheduler.launch(batch)) if batch else None
         if pending:
@@ -88,8 +99,10 @@ class PipelineLoop:
             scheduler.absorb(*pending.popleft())
 
 
-def make_loop(scheduler: Verbs, receive: Callable[[bool], None], *, overlap: bool, stages: int) -> EventLoop:
-    """The loop of a model with so many stages."""
-    if stages > 1:
-        return PipelineLoop(scheduler, receive, stages)
-    return OverlapLoop(scheduler, receive) if overlap else NormalLoop(scheduler, receive)
+def make_loop(scheduler: Verbs, receive: Callable[[bool], None], *, overlap: bool, model: ModelInfo) -> EventLoop:
+    """The loop of a model: of its stages, and of the device that it is on."""
+    if model.stages > 1:
+        return PipelineLoop(scheduler, receive, model.stages)
+    if not overlap:
+        return NormalLoop(scheduler, receive)
+    return OverlapLoop(scheduler, receive, long_step=LONG_STEP.get(model.device))

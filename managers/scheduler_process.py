@@ -107,7 +107,7 @@ def _serve(config: SchedulerConfig, reports: Reports, runner: Runner, context: z
         tap=recorder.take,
         last_turns=lambda: last_turns(subject, recorder.ring),
     )
-    loop: EventLoop = make_loop(recorder, control.receive, overlap=info.overlap, stages=info.model.stages)
+    loop: EventLoop = make_loop(recorder, control.receive, overlap=info.overlap, model=info.model)
     pulse = Pulse(scheduler)
     reporter = Reporter(scheduler, tell)
     group.start(reports.fatal)

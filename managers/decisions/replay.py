@@ -236,7 +236,6 @@ class _ReplayRecorder(Recorder):
     def take(self, messages: list[ToScheduler]) -> list[ToScheduler]:
         recorded = self._runner.turn.messages
         super().take(recorded)
-        self._stops, self._grammars = [], []
         return [self._without_stops(message) for message in recorded]
 
     def _without_stops(self, message: ToScheduler) -> ToScheduler:
@@ -276,7 +275,7 @@ class _Replay:
         self._recorder = _ReplayRecorder(scheduler, self._over, self._runner)
         receiver: Any = _NoReceiver()
         control = Control(scheduler, receiver, lambda reply: None, tokenizer, header.config, tap=self._recorder.take)
-        self._loop: EventLoop = make_loop(self._recorder, control.receive, overlap=found.overlap, stages=found.model.stages)
+        self._loop: EventLoop = make_loop(self._recorder, control.receive, overlap=found.overlap, model=found.model)
 
     def _sent(self, output: Any) -> None:
         self._recorder.sent(output)

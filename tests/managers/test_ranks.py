@@ -65,7 +65,7 @@ class Rank:
         self.control = Control(
             self.scheduler, inbox, lambda reply: None, TOKENIZER, config, clock=lambda: self.time, tap=self.recorder.take
         )
-        self.loop = make_loop(self.recorder, self.control.receive, overlap=info.overlap, stages=info.model.stages)
+        self.loop = make_loop(self.recorder, self.control.receive, overlap=info.overlap, model=info.model)
         self.most_in_flight = 0
 
     def _sent(self, output: TokenOutput) -> None:

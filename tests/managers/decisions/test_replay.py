@@ -24,7 +24,7 @@ from banyan.managers.decisions.file import DecisionFile, NoFile, Subject, write_
 from banyan.managers.decisions.log import Disguise, NoDisguise, Recorder, TurnRecord, disguised
 from banyan.managers.decisions.replay import Difference, RecordError, read_record, replay
 from banyan.managers.errors import StartError
-from banyan.managers.event_loop import NormalLoop, OverlapLoop
+from banyan.managers.event_loop import make_loop
 from banyan.managers.faults import Faults
 from banyan.managers.invariants import MemoryBreach
 from banyan.managers.io_struct import (
@@ -96,7 +96,7 @@ class Recorded:
             clock=lambda: self.time,
             tap=self.recorder.take,
         )
-        self.loop = (OverlapLoop if overlap else NormalLoop)(self.recorder, self.control.receive)
+        self.loop = make_loop(self.recorder, self.control.receive, overlap=overlap, model=info.model)
 
     def _sent(self, output: TokenOutput) -> None:
         self.recorder.sent(output)
