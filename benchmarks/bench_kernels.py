@@ -114,7 +114,7 @@ def _candidates(native: Native, shapes: list[tuple[int, int]], kinds: list[Kind]
         name = str(dtype).removeprefix("torch.")
         found.append(Candidate(f"torch {name}", [lambda x, w=w: F.linear(x, w) for w in plain], size, dtype))
         try:
-            ordered = [torch.ops.mkldnn._reorder_linear_weight(w.to_mkldnn(), None) for w in plain]
+            ordered = [torch.ops.mkldnn._reorder_linear_weight(w, None) for w in plain]
         except RuntimeError:  # oneDNN has no bfloat16 for this CPU
             continue
         call = [lambda x, w=w: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "") for w in ordered]

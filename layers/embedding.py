@@ -8,6 +8,7 @@ from torch import nn
 
 from .kernels.cpu.packed import PackedLinear
 from .linear import weight
+from .onednn import ReorderedLinear
 from .parallel import Group
 from .quantization import Blocks, WeightFormat
 from .scaled_linear import DeviceFormat, DeviceLinear
@@ -21,6 +22,7 @@ class Embedding(nn.Module):
         self.weight = weight(num_embeddings, dim, dtype=dtype)
         self.packed: PackedLinear | None = None  # the same weight as a head
         self.scaled: DeviceLinear | None = None  # the same on a device
+        self.reordered: ReorderedLinear | None = None  # the same in oneDNN's order
         self.blocks: dict[int, Blocks] = {}
         self.scale = None if scale is None else torch.tensor(scale, dtype=dtype, device="cpu").item()
 
@@ -34,6 +36,8 @@ class Embedding(nn.Module):
         """The table as a head: [N, dim] -> [N, num_embeddings]."""
         if self.scaled is not None:
             return self.scaled(hidden)
+        if self.reordered is not None:
+            return self.reordered(hidden)
         return F.linear(hidden, self.weight) if self.packed is None else self.packed(hidden)
 
     def pack(self, form: WeightFormat | DeviceFormat, dtype: torch.dtype) -> None:
@@ -45,6 +49,10 @@ class Embedding(nn.Module):
         self.blocks = {}
         if self.packed is not None:
             self.weight = nn.Parameter(self.weight.to(dtype), requires_grad=False)
+
+    def reorder(self) -> None:
+        """Keep the weight in oneDNN's order too, as a head."""
+        self.reordered = ReorderedLinear(self.weight, None)
 
 
 class VocabParallelEmbedding(Embedding):

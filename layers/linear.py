@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .kernels.cpu.packed import PackedLinear
+from .onednn import ReorderedLinear
 from .quantization import Blocks, WeightFormat
 from .scaled_linear import DeviceFormat, DeviceLinear
 
@@ -20,7 +21,7 @@ def weight(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 class Linear(nn.Module):
     """y = x W^T + b. The weight is row-major until it is packed, and then in ``packed`` alone, and y is float32 from there on; on a
-    device it is in ``scaled`` alone."""
+    device it is in ``scaled`` alone, where torch multiplies with oneDNN in ``reordered``."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -28,11 +29,14 @@ class Linear(nn.Module):
         self.bias = weight(out_features, dtype=dtype) if bias else None
         self.packed: PackedLinear | None = None
         self.scaled: DeviceLinear | None = None
+        self.reordered: ReorderedLinear | None = None
         self.blocks: dict[int, Blocks] = {}  # parts of the weight that came as blocks of a GGUF file, by their first row
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.scaled is not None:
             return self.scaled(x)
+        if self.reordered is not None:
+            return self.reordered(x)
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -48,6 +52,11 @@ class Linear(nn.Module):
             if self.packed is None:
                 return
         self.blocks = {}
+        self.weight = weight(0, dtype=self.weight.dtype)
+
+    def reorder(self) -> None:
+        """Leave the weight, which is filled and row-major, to oneDNN."""
+        self.reordered = ReorderedLinear(self.weight, self.bias)
         self.weight = weight(0, dtype=self.weight.dtype)
 
 

@@ -129,9 +129,11 @@ def write(path: Path, model: nn.Module, key: str) -> None:
 
 
 def size_of(model: nn.Module) -> int:
-    """About how many bytes ``write`` takes."""
+    """Bytes of its weights in whatever form; of packed ones about what ``write`` takes."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return total + sum(m.packed.nbytes for m in model.modules() if isinstance(m, Linear | Embedding) and m.packed is not None)
+    linears = [module for module in model.modules() if isinstance(module, Linear | Embedding)]
+    forms = [form for linear in linears for form in (linear.packed, linear.scaled, linear.reordered) if form is not None]
+    return total + sum(form.nbytes for form in forms)
 
 
 def _place(key: str, pieces: list[_Piece], nbytes: int) -> tuple[bytes, int]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from banyan.layers.kernels.cpu.library import Native, NotNative, native_kernels
+from banyan.layers.linear import Linear
 from banyan.layers.sampling_input import SamplingInput
 from banyan.model_executor import forward, weight_form
+from banyan.model_executor.forward import is_recorded
 from banyan.model_executor.model_runner import ModelRunner
 from banyan.model_executor.step import ForwardMode, RunnerConfig, StepInput
 
@@ -41,8 +45,8 @@ def make(path, monkeypatch):
     """Factory of runners that keep the hidden states of each step."""
     runners: list[ModelRunner] = []
 
-    def new(**config) -> tuple[ModelRunner, list[torch.Tensor]]:
-        runner = ModelRunner(RunnerConfig(model_path=path, max_total_tokens=NUM_SLOTS, overlap=False, **config))
+    def new(model_path: str = path, **config) -> tuple[ModelRunner, list[torch.Tensor]]:
+        runner = ModelRunner(RunnerConfig(model_path=model_path, max_total_tokens=NUM_SLOTS, overlap=False, **config))
         runners.append(runner)
         seen: list[torch.Tensor] = []
         original: Callable[..., torch.Tensor] = runner._forward
@@ -89,9 +93,15 @@ def tables(seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 def states(made, seed: int, plan: list[list[tuple[int, int, int]]]) -> torch.Tensor:
     """Hidden states of row 1 over the steps of a plan."""
+    table, _ = tables(seed)
+    made[0].init_cache(NUM_SLOTS, table)
+    return computed(made, seed, plan)
+
+
+def computed(made, seed: int, plan: list[list[tuple[int, int, int]]]) -> torch.Tensor:
+    """The same over the KV that is there."""
     runner, seen = made
     table, ids = tables(seed)
-    runner.init_cache(NUM_SLOTS, table)
     own = []
     for parts in plan:
         runner.launch(step(table, parts, ids)).wait()
@@ -139,6 +149,46 @@ def made_bytes(runner: ModelRunner) -> int:
     pool = runner._cache.backend._pool
     tensors = [pool.k(0), pool.v(0), *(pool.scales(0) or ())]
     return 2 * sum(tensor.nbytes for tensor in tensors) // (NUM_SLOTS + 1)
+
+
+@pytest.fixture(scope="module")
+def other_path(path, tmp_path_factory) -> str:
+    """The same model with other weights."""
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("other")
+    transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**CONFIG)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_new_weights_are_packed_and_recorded_anew(quantization, make, path, other_path, tmp_path) -> None:
+    """After a live update, of all weights or of some, a step gives the bits of a fresh start with them."""
+    plan = [[(1, 0, 60), (2, 0, 5)], [(1, 60, 61), (2, 5, 30)]]
+    made = make(quantization=quantization)
+    runner = made[0]
+    before = states(made, 0, plan)
+    packed = {linear.packed for linear in runner._model.modules() if isinstance(linear, Linear)}
+    assert runner.info.explain["forward"] == "one native call a step" and None not in packed
+
+    runner.update_weights(other_path, "auto", partial=False)
+    fresh = states(make(other_path, quantization=quantization), 0, plan)
+    assert torch.equal(computed(made, 0, plan), fresh) and not torch.equal(fresh, before)
+    assert is_recorded(runner._cache.forward)
+    assert packed.isdisjoint(linear.packed for linear in runner._model.modules() if isinstance(linear, Linear))
+
+    weights, changed = load_file(f"{other_path}/model.safetensors"), load_file(f"{path}/model.safetensors")
+    part = {name: changed[name] for name in weights if "layers.1.mlp" in name or "embed_tokens" in name}
+    for name, tensors in (("part", part), ("whole", weights | part)):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    shutil.copy(f"{path}/config.json", tmp_path / "whole")
+    runner.update_weights(str(tmp_path / "part"), "auto", partial=True)
+    mixed = states(make(str(tmp_path / "whole"), quantization=quantization), 0, plan)
+    assert torch.equal(computed(made, 0, plan), mixed) and not torch.equal(mixed, fresh)
+
+    with pytest.raises(ValueError, match="nowhere"):
+        runner.update_weights(str(tmp_path / "nowhere"), "auto", partial=False)
+    assert torch.equal(computed(made, 0, plan), mixed)
 
 
 def test_without_kernels_torch_computes_and_says_why(make, monkeypatch) -> None:
