@@ -3,9 +3,14 @@
     python benchmarks/compare.py                                     # every engine, bfloat16, two rounds
     python benchmarks/compare.py --engines banyan,llama.cpp --workloads W1,W3 --precision int8
     python benchmarks/compare.py --write docs/performance.md         # put the table into the page
+    python benchmarks/compare.py --rounds 0                          # the table of what was measured before
 
 Other engines are installed with pip into environments of their own under --root (llama.cpp is compiled: minutes). A round runs each
 engine once, started anew: A B C A B C. A cell is the median over the rounds and its spread. compare_workloads.py has the loads.
+
+Results are kept under --root by precision, engine and load, and the table is of all that are kept: a run of a few loads replaces
+those alone. Notes under the table say which run each comes from. A load that fails, or that takes longer than --load-timeout, is a
+cell that says so; the engine is started anew for the loads after it.
 """
 
 from __future__ import annotations
@@ -16,18 +21,31 @@ import contextlib
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+from compare_results import (
+    OURS,
+    START,
+    START_FIGURE,
+    TARGETS,
+    Measured,
+    Results,
+    in_order,
+    notes,
+    read_results,
+    rows,
+    summary,
+    write_results,
+)
 from compare_workloads import WORKLOADS, Source, WorkloadFailed, warm_up
 from http_load import Client
 from marked_block import write_block
@@ -35,43 +53,19 @@ from peer_models import prepare, vocab_size
 from peers import PEERS, Models, Peer
 from report import environment, environment_lines, publish, table
 
-TARGETS = {  # ours beside the best of the others, by precision: at most
-    "bf16": {
-        "W1 time per token": 0.8,
-        "W1 time to first token": 0.9,
-        "W2 total": 0.85,
-        "W3 total": 0.75,
-        "W4 total": 0.75,
-        "W5 worst gap": 0.35,
-    },
-    "int8": {
-        "W1 time per token": 0.75,
-        "W1 time to first token": 0.9,
-        "W2 total": 0.8,
-        "W3 total": 0.75,
-        "W4 total": 0.7,
-        "W5 worst gap": 0.35,
-    },
-    "int4": {"W1 time per token": 0.9, "W2 total": 0.9},
-}
-START, MEMORY, SAME_IDS = "start to first token", "peak memory", "W1 ids equal to ours, of 384"
-OURS = "banyan"
+LOG_LINES = 12
 
 
 class PeerFailed(Exception):
-    """An engine did not start or broke a workload off; the others go on."""
+    """An engine did not start; the others go on."""
 
 
-@dataclass(slots=True)
-class Measured:
-    """What one engine came to, over the rounds."""
+class LoadFailed(Exception):
+    """A load has no numbers; the engine is started anew for the next one."""
 
-    figures: dict[str, list[float]] = field(default_factory=dict)
-    outputs: list[list[int]] = field(default_factory=list)  # of W1
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, name: str, value: float) -> None:
-        self.figures.setdefault(name, []).append(value)
+    def __init__(self, load: str, why: str) -> None:
+        super().__init__(why)
+        self.load = load
 
 
 class PeakMemory:
@@ -93,122 +87,163 @@ class PeakMemory:
                         total += process.memory_full_info().pss
             self.peak = max(self.peak, total)
 
-    def stop(self) -> int:
+    def stop(self) -> None:
         self._stop.set()
         self._thread.join()
-        return self.peak
 
 
-@contextlib.contextmanager
-def running(peer: Peer, root: Path, models: Models, precision: str) -> Iterator[tuple[str, int]]:
-    """(base URL, process) of an engine that answers its health route. Raises PeerFailed with the end of its log."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    log = root / f"{peer.name}.log"
-    with log.open("wb") as file:
-        command = peer.command(peer.python(root), models, precision, port)
-        process = subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **peer.environment}, start_new_session=True
-        )
-    try:
-        _wait(process, f"http://127.0.0.1:{port}{peer.health}", log)
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    start: float  # until an engine answers
+    load: float  # of one load
+    repeat: float  # a load that took longer is measured once
 
 
-def _wait(process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 600) -> None:
-    end = time.monotonic() + timeout
-    while time.monotonic() < end and process.poll() is None:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url, timeout=5).status_code == 200:
-                return
-        time.sleep(0.05)
-    lines = log.read_text(errors="replace").splitlines()[-12:]
-    raise PeerFailed("did not start:\n" + "\n".join(lines))
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all engines are measured with. run: commit, time and load average of this run."""
+
+    models: Models
+    root: Path
+    precision: str
+    workloads: tuple[str, ...]
+    limits: Limits
+    seed: int
+    vocab_size: int
+    run: str
 
 
-def measure(peer: Peer, root: Path, models: Models, args: argparse.Namespace, into: Measured) -> None:
-    """One round of one engine."""
-    begin = time.perf_counter()
-    try:
-        with running(peer, root, models, args.precision) as (url, pid):
-            memory = PeakMemory(pid)
+class EngineRun:
+    """One engine over the rounds of a run. ``found`` has what was measured, by load."""
+
+    def __init__(self, peer: Peer, bench: Bench) -> None:
+        self.found: dict[str, Measured] = {}
+        self._peer, self._bench = peer, bench
+        self._more: tuple[str, ...] = ()  # options with which it starts, where it does not with its defaults
+        self._took: dict[str, float] = {}
+
+    def measure(self) -> None:
+        """One round: the loads that neither failed nor took too long for another one."""
+        due = [name for name in self._bench.workloads if self._is_due(name)]
+        while due and START not in self._failed():
             try:
-                asyncio.run(_workloads(peer, url, begin, args, into))
+                self._start(due)
+            except PeerFailed as error:
+                if not self._peer.fallback or self._more:
+                    self._fail(START, str(error))
+                    return
+                self._more = self._peer.fallback
+                note = f"with {' '.join(self._more)}, since with its defaults it {str(error).splitlines()[0]}"
+                self._entry(START).note = note
+                self._tell(note)
+
+    def _is_due(self, name: str) -> bool:
+        return name not in self._failed() and self._took.get(name, 0.0) <= self._bench.limits.repeat
+
+    def _failed(self) -> set[str]:
+        return {name for name, measured in self.found.items() if measured.failure is not None}
+
+    def _start(self, due: list[str]) -> None:
+        """Take loads off ``due`` until it is empty or one fails. Raises PeerFailed if the engine does not start."""
+        begin = time.perf_counter()
+        with self._running() as (url, process):
+            memory = PeakMemory(process.pid)
+            try:
+                asyncio.run(self._loads(url, begin, memory, due))
+            except LoadFailed as error:
+                ended = "" if process.poll() is None else f"its process ended with status {process.poll()}\n{self._tail()}"
+                self._fail(error.load, ended or str(error))
             finally:
-                into.add(MEMORY, memory.stop() / 1e9)
-    except (PeerFailed, WorkloadFailed) as error:
-        into.failures.append(str(error))
-        print(f"{peer.name}: {error}", file=sys.stderr, flush=True)
+                memory.stop()
 
-
-async def _workloads(peer: Peer, url: str, begin: float, args: argparse.Namespace, into: Measured) -> None:
-    client = Client(url, peer.backend(), headers={}, timeout=1200)
-    try:
-        first = await client.send(list(range(100, 132)), 4)  # a first token may end inside a character, which some send later
-        if first.error is not None:
-            raise WorkloadFailed(f"{first.error}: {first.message}")
-        into.add(START, time.perf_counter() - begin)
-        await warm_up(client, Source(args.seed + 1, args.vocab_size))
-        for name in args.workloads:
+    async def _loads(self, url: str, begin: float, memory: PeakMemory, due: list[str]) -> None:
+        bench = self._bench
+        client = Client(url, self._peer.backend(), headers={}, timeout=bench.limits.load, keep_alive=False)
+        try:
+            first = await client.send(list(range(100, 132)), 4)  # a first token may end inside a character, which some send later
+            if first.error is not None:
+                raise PeerFailed(f"did not answer its first request: {first.error}: {first.message}\n{self._tail()}")
+            self._add(START, {START_FIGURE: time.perf_counter() - begin}, memory)
             try:
-                figures = await WORKLOADS[name](client, Source(args.seed, args.vocab_size))
+                await warm_up(client, Source(bench.seed + 1, bench.vocab_size))
             except WorkloadFailed as error:
-                into.failures.append(f"{name}: {error}")
-                print(f"{peer.name}: {name}: {error}", file=sys.stderr, flush=True)
-                continue
-            into.outputs = figures.outputs or into.outputs
-            for figure, seconds in figures.seconds.items():
-                into.add(figure, seconds)
-                print(f"{peer.name}: {figure}: {seconds:.4f} s", file=sys.stderr, flush=True)
-    finally:
-        await client.close()
+                raise PeerFailed(f"did not answer the warm-up: {error}\n{self._tail()}") from None
+            while due:
+                await self._load(client, due.pop(0), memory)
+        finally:
+            await client.close()
 
+    async def _load(self, client: Client, name: str, memory: PeakMemory) -> None:
+        bench = self._bench
+        begin = time.perf_counter()
+        try:
+            async with asyncio.timeout(bench.limits.load):
+                figures = await WORKLOADS[name](client, Source(bench.seed, bench.vocab_size))
+        except WorkloadFailed as error:
+            raise LoadFailed(name, str(error)) from None
+        except TimeoutError:
+            raise LoadFailed(name, f"given up after {bench.limits.load:.0f} s") from None
+        self._took[name] = time.perf_counter() - begin
+        self._add(name, figures.seconds, memory)
+        self._entry(name).outputs = figures.outputs
 
-def rows(results: dict[str, Measured], precision: str) -> list[list[str]]:
-    """A row per figure: a cell per engine, ours beside the best of the others, the target."""
-    names = list(dict.fromkeys(name for measured in results.values() for name in measured.figures))
-    lines = []
-    for name in names:
-        medians = {engine: statistics.median(m.figures[name]) for engine, m in results.items() if name in m.figures}
-        others = [value for engine, value in medians.items() if engine != OURS]
-        ratio = f"{medians[OURS] / min(others):.2f}" if OURS in medians and others else "-"
-        target = TARGETS[precision].get(name)
-        cells = [_cell(measured.figures.get(name), name) for measured in results.values()]
-        lines.append([f"{name}, {_unit(name)}", *cells, ratio, "-" if target is None else f"{target:.2f}"])
-    ours = results[OURS].outputs if OURS in results else []
-    if ours:
-        same = [_same(ours, measured.outputs) for measured in results.values()]
-        lines.append([SAME_IDS, *same, "-", "-"])
-    return lines
+    def _entry(self, name: str) -> Measured:
+        return self.found.setdefault(name, Measured(run=self._bench.run))
 
+    def _add(self, name: str, seconds: dict[str, float], memory: PeakMemory) -> None:
+        entry = self._entry(name)
+        for figure, value in seconds.items():
+            entry.figures.setdefault(figure, []).append(value)
+            self._tell(f"{figure}: {value:.4f} s")
+        entry.peak = max(entry.peak, float(memory.peak))
 
-def _unit(name: str) -> str:
-    return "GB" if name == MEMORY else "ms" if name == "W1 time per token" else "s"
+    def _fail(self, name: str, why: str) -> None:
+        self._entry(name).failure = why
+        self._tell(f"{name}: {why}")
 
+    def _tell(self, text: str) -> None:
+        print(f"{self._peer.name}: {text}", file=sys.stderr, flush=True)
 
-def _cell(values: Sequence[float] | None, name: str) -> str:
-    if not values:
-        return "-"
-    scaled = [value * 1e3 if _unit(name) == "ms" else value for value in values]
-    spread = f" ({min(scaled):.2f}-{max(scaled):.2f})" if len(scaled) > 1 else ""
-    return f"{statistics.median(scaled):.2f}{spread}"
+    @property
+    def _log(self) -> Path:
+        return self._bench.root / f"{self._peer.name}.log"
 
+    def _tail(self) -> str:
+        return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_LINES:])
 
-def _same(ours: list[list[int]], theirs: list[list[int]]) -> str:
-    """Tokens of W1 up to the first difference of each output: greedy ids part where two logits tie within the rounding."""
-    if not theirs:
-        return "-"
-    count = 0
-    for a, b in zip(ours, theirs, strict=True):
-        count += next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return str(count)
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+        """(base URL, process) of the engine, which answers its health route. Raises PeerFailed with the end of its log."""
+        peer, bench = self._peer, self._bench
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        command = [*peer.command(peer.python(bench.root), bench.models, bench.precision, port), *self._more]
+        environment = {**os.environ, **peer.environment}
+        with self._log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            self._wait(process, f"http://127.0.0.1:{port}{peer.health}")
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def _wait(self, process: subprocess.Popen[bytes], url: str) -> None:
+        end = time.monotonic() + self._bench.limits.start
+        while time.monotonic() < end:
+            if (status := process.poll()) is not None:
+                raise PeerFailed(f"ended with status {status} instead of starting\n{self._tail()}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(url, timeout=5).status_code == 200:
+                    return
+            time.sleep(0.05)
+        raise PeerFailed(f"did not start in {self._bench.limits.start:.0f} s\n{self._tail()}")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -219,7 +254,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="times that each engine is started and measured (default: 2)")
     parser.add_argument("--model", default="smollm2", choices=["smollm2"], help="whose weights (default: smollm2)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-timeout", type=float, default=420, help="seconds until an engine must answer (default: 420)")
+    parser.add_argument("--load-timeout", type=float, default=400, help="seconds that a load may take (default: 400)")
+    parser.add_argument(
+        "--repeat-under",
+        type=float,
+        default=60,
+        help="seconds: a load that took longer is measured in one round only (default: 60)",
+    )
     parser.add_argument("--root", type=Path, default=Path.home() / ".cache" / "banyan" / "peers", help="environments and weights")
+    parser.add_argument("--fresh", action="store_true", help="forget what was measured before in this precision")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the table between the marks compare-PRECISION of a page")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
     args = parser.parse_args(argv)
@@ -235,30 +279,50 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     args.root.mkdir(parents=True, exist_ok=True)
+    kept = args.root / f"results-{args.model}-{args.precision}-{args.seed}.json"
+    facts = environment()
+    results: Results = {} if args.fresh else read_results(kept)
+    for name, found in _run(args, facts):
+        results[name] = results.get(name, {}) | found
+        write_results(kept, results)
+    results = in_order(results, list(PEERS))
+    facts["versions"] |= {name: PEERS[name].version(args.root) for name in results if PEERS[name].packages}
+    head = [args.precision, *results, "ours / best other", "target"]
+    lines = rows(results, args.precision)
+    setting = {"model": args.model, "precision": args.precision, "rounds": args.rounds, "seed": args.seed}
+    report: dict[str, Any] = {"environment": facts, "setting": setting, "result": summary(results)}
+    publish(report, head, lines, args.json)
+    below = notes(results)
+    print("\n" + "\n".join(below), flush=True)
+    if args.write is not None:
+        text = "\n".join([*environment_lines(facts), *below])
+        write_block(args.write, f"compare-{args.precision}", f"{table(head, lines)}\n\n```text\n{text}\n```\n")
+    return 1 if any(measured.failure for measured in results.get(OURS, {}).values()) else 0
+
+
+def _run(args: argparse.Namespace, facts: dict[str, Any]) -> Iterator[tuple[str, dict[str, Measured]]]:
+    """After each turn of an engine: its name, and what it has come to so far."""
+    if not args.rounds:
+        return
     models = prepare(args.model, args.root)
-    args.vocab_size = vocab_size(models)
     peers = [PEERS[name] for name in args.engines]
     for peer in peers:
         peer.install(args.root)
-    facts = environment()
-    facts["versions"] |= {peer.name: peer.version(args.root) for peer in peers if peer.packages}
-    results = {peer.name: Measured() for peer in peers}
+    bench = Bench(
+        models=models,
+        root=args.root,
+        precision=args.precision,
+        workloads=tuple(args.workloads),
+        limits=Limits(args.start_timeout, args.load_timeout, args.repeat_under),
+        seed=args.seed,
+        vocab_size=vocab_size(models),
+        run=f"commit {facts['commit']}, {facts['date']}, load average {facts['machine']['load_average']} at start",
+    )
+    runs = {peer.name: EngineRun(peer, bench) for peer in peers}
     for _ in range(args.rounds):
-        for peer in peers:
-            measure(peer, args.root, models, args, results[peer.name])
-    head = [f"{args.precision}, {args.rounds} rounds", *results, "ours / best other", "target"]
-    lines = rows(results, args.precision)
-    failures = {name: measured.failures for name, measured in results.items() if measured.failures}
-    report: dict[str, Any] = {
-        "environment": facts,
-        "setting": {"model": args.model, "precision": args.precision, "rounds": args.rounds, "seed": args.seed},
-        "result": {name: {"figures": measured.figures, "failures": measured.failures} for name, measured in results.items()},
-    }
-    publish(report, head, lines, args.json)
-    if args.write is not None:
-        notes = "\n".join(["", *environment_lines(facts), *(f"{name}: {len(lost)} failed" for name, lost in failures.items())])
-        write_block(args.write, f"compare-{args.precision}", table(head, lines) + "\n" + notes.replace("\n", "\n    ") + "\n")
-    return 1 if OURS in failures else 0
+        for name, run in runs.items():
+            run.measure()
+            yield name, run.found
 
 
 if __name__ == "__main__":

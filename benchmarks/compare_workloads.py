@@ -131,6 +131,14 @@ WORKLOADS: dict[str, Workload] = {
     "W5": long_prompt_beside_streams,
 }
 
+FIGURES = {  # what each comes to, in the order of tables
+    "W1": ("W1 time per token", "W1 time to first token"),
+    "W2": ("W2 total",),
+    "W3": ("W3 total",),
+    "W4": ("W4 total", "W4 first token, turn 1", "W4 first token, turn 5"),
+    "W5": ("W5 worst gap", "W5 first token of the prompt"),
+}
+
 
 async def _load(client: Client, sessions: list[Session], *, needs_ids: bool = False) -> Run:
     run = await run_sessions(client, sessions, np.zeros(len(sessions)), max_concurrency=None, needs_ids=needs_ids)

@@ -236,15 +236,20 @@ async def events(chunks: AsyncIterator[bytes]) -> AsyncGenerator[tuple[float, by
 class Client:
     """Sends requests to one server."""
 
-    def __init__(self, base_url: str, backend: Backend, *, headers: dict[str, str], timeout: float) -> None:
-        """``timeout``: seconds that a whole request may take."""
+    def __init__(
+        self, base_url: str, backend: Backend, *, headers: dict[str, str], timeout: float, keep_alive: bool = True
+    ) -> None:
+        """``timeout``: seconds that a whole request may take. ``keep_alive``: False opens a connection for each request, as needed
+        for servers that close a connection after so many requests without saying so."""
         self._backend = backend
         self._timeout = timeout
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"content-type": "application/json", "accept-encoding": "identity", **headers},
             timeout=httpx.Timeout(timeout),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_SECONDS),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=None if keep_alive else 0, keepalive_expiry=KEEPALIVE_SECONDS
+            ),
         )
 
     async def close(self) -> None:

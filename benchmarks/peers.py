@@ -42,6 +42,7 @@ class Peer:
     health: str
     precisions: frozenset[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    fallback: tuple[str, ...] = ()  # options with which it is tried again where it does not start with its defaults
 
     def python(self, root: Path) -> Path:
         """The interpreter of its environment."""
@@ -125,6 +126,7 @@ PEERS = {
             "/health",
             frozenset({"bf16"}),
             {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            ("--enforce-eager",),
         ),
         Peer(
             "transformers",
