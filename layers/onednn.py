@@ -34,7 +34,7 @@ def why_not_reordered(dtype: torch.dtype) -> str | None:
     """Why torch on this machine cannot multiply by reordered weights of a dtype; None if it can."""
     if dtype not in (torch.float32, torch.bfloat16):
         return f"not for {str(dtype).removeprefix('torch.')}"
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this torch has no oneDNN"
     weight = torch.eye(32, dtype=dtype)
     try:
