@@ -38,7 +38,7 @@ FORMS = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
 }
-CALLS = ("bny_run", "bny_linear", "bny_greedy")
+CALLS = ("bny_run", "bny_linear", "bny_sample")
 HEAD = ("weights", "step", "ms", "best", "limit", "best / limit", "outside", "tokens/s")
 PROMPT_REPEATS = 3
 

@@ -27,7 +27,7 @@ NUM_CANDIDATES = 1024
 GREEDY_EPS = 1e-6  # temperatures below are greedy
 _UNDECIDED = -3
 
-GreedyIds = Callable[[torch.Tensor], torch.Tensor]  # logits [S, V] -> ids [S], with FAILED and NO_CHOICE as below
+ChooseIds = Callable[[torch.Tensor, SamplingInput], torch.Tensor]  # logits [S, V] -> ids [S], with FAILED and NO_CHOICE as below
 DrawIds = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (logits [S, V], greedy ids [S]) -> ids [S]
 
 
@@ -37,19 +37,19 @@ def sample(
     *,
     num_candidates: int = NUM_CANDIDATES,
     draw: DrawIds | None = None,
-    greedy_ids: GreedyIds | None = None,
+    choose: ChooseIds | None = None,
 ) -> torch.Tensor:
     """int64 [S]: the id that each row samples, FAILED where its logits hold NaN or +inf, NO_CHOICE where all are -inf.
 
-    logits is float32 and may be modified. draw: a kernel that does without the host; greedy_ids: one for steps whose rows
-    are all greedy. num_candidates is for tests: it changes the cost, never the result.
+    logits is float32 and may be modified. choose: a kernel for all that follows bans and masks; draw: one that
+    does without the host. num_candidates is for tests: it changes the cost, never the result.
     """
     ban(logits_SV, sampling)
     if sampling.allowed is not None:
         apply_mask(logits_SV, sampling.allowed)
+    if choose is not None:
+        return choose(logits_SV, sampling)
     greedy = (sampling.temperatures < GREEDY_EPS) | (sampling.top_ks == 1)
-    if greedy_ids is not None and greedy.all():
-        return greedy_ids(logits_SV)
     best = logits_SV.argmax(dim=-1, keepdim=True)  # a NaN counts as the greatest, so one look at the best finds any
     top = logits_SV.gather(1, best)
     result = torch.where(torch.isfinite(top), best, torch.where(top == float("-inf"), NO_CHOICE, FAILED))[:, 0]

@@ -52,7 +52,12 @@ def plan_attention(
     if name == "cpu" and isinstance(native, NotNative):
         raise ValueError(f"attention backend cpu needs the native kernels: {native.why}")
     kv_dtype, kv_why = _kv_dtype(config.kv_cache_dtype, name, weights=weights, compute=compute)
-    explain = {"attention_backend": f"{name} ({why})", "kv_cache_dtype": f"{str(kv_dtype)[6:]} ({kv_why})"}
+    sampling = "native (the kernels are there)" if isinstance(native, Native) else f"pytorch (no native kernels: {native.why})"
+    explain = {
+        "attention_backend": f"{name} ({why})",
+        "kv_cache_dtype": f"{str(kv_dtype)[6:]} ({kv_why})",
+        "sampling_backend": sampling,
+    }
     return AttentionPlan(name, kv_dtype, explain)
 
 

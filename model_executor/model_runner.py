@@ -323,7 +323,7 @@ class ModelRunner:
         kernel = self._attention.draw
         if kernel is None or draws is None:
             native = self._plan.native
-            return sample(logits, step.sampling, greedy_ids=native.greedy if isinstance(native, Native) else None)
+            return sample(logits, step.sampling, choose=native.choose if isinstance(native, Native) else None)
         return sample(logits, step.sampling, draw=partial(kernel, params_5S=draws))
 
     def _launch_part(self, step: StepInput) -> StepHandle:

@@ -13,7 +13,12 @@ from emulated_avx512 import SIMDE
 from banyan.layers.kernels.cpu.build import LEVELS, cpu_flags
 
 TESTS = Path(__file__).parent.parent
-SUITES = ("layers/test_native_linear.py", "layers/test_native_small_ops.py", "layers/test_attention_conformance.py")
+SUITES = (
+    "layers/test_native_linear.py",
+    "layers/test_native_small_ops.py",
+    "layers/test_native_sampler.py",
+    "layers/test_attention_conformance.py",
+)
 
 
 @pytest.mark.nightly

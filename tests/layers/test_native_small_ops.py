@@ -1,10 +1,9 @@
-"""Norms, rotary, activations, embedding and greedy choices of the native library against torch."""
+"""Norms, rotary, activations and embedding of the native library against torch."""
 
 from __future__ import annotations
 
 import ctypes
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +13,6 @@ from banyan.layers.kernels.cpu.attention import StepStruct, kv_struct
 from banyan.layers.kernels.cpu.build import supported_levels
 from banyan.layers.kernels.cpu.library import load
 from banyan.layers.kernels.ops import rotate
-from banyan.layers.sampler import sample
-from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
 from banyan.mem_cache.kv_pool import KVPool
 
 NATIVE = load(supported_levels()[-1])
@@ -96,28 +93,3 @@ def test_rotation_and_write(dim: int, with_norm: bool) -> None:
     torch.testing.assert_close(qkv[:, :heads], rotate(q, tables), **CLOSE)
     torch.testing.assert_close(pool.k(0)[slots], rotate(k, tables), **CLOSE)
     assert torch.equal(pool.v(0)[slots], v)
-
-
-@pytest.mark.parametrize("vocab_size", [1, 5, 1003, 4096])
-def test_greedy_choices_are_those_of_the_sampler(vocab_size: int) -> None:
-    x = noise(9, vocab_size)
-    last = vocab_size - 1
-    x[1, [last // 2, last]] = 9.0  # equals: the lower one
-    x[2, last] = 9.0
-    x[3, last // 3] = float("nan")
-    x[4] = float("-inf")
-    x[5, last // 4] = float("inf")
-    x[6, : last // 2] = float("-inf")
-    x[7] = 0.0
-    x[8] = -x[8].abs()
-    greedy = SamplingInput(
-        temperatures=np.zeros(9, np.float32),
-        top_ps=np.ones(9, np.float32),
-        top_ks=np.full(9, TOP_K_ALL, np.int32),
-        min_ps=np.zeros(9, np.float32),
-        seeds=np.zeros(9, np.int64),
-        positions=np.zeros(9, np.int64),
-    )
-    expected = sample(x.clone(), greedy)
-    assert NATIVE.greedy(x).tolist() == expected.tolist()
-    assert sample(x.clone(), greedy, greedy_ids=NATIVE.greedy).tolist() == expected.tolist()

@@ -5,50 +5,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling_cases import naive, params
 
-from banyan.layers.rng import uniforms
 from banyan.layers.sampler import sample
-from banyan.layers.sampling_input import FAILED, NO_CHOICE, TOP_K_ALL, SamplingInput
-
-
-def params(n: int, *, temperature=1.0, top_p=1.0, top_k=TOP_K_ALL, min_p=0.0, seed=0, position=0, banned=()) -> SamplingInput:
-    def fill(value, dtype):
-        return np.broadcast_to(np.asarray(value, dtype), (n,)).copy()
-
-    return SamplingInput(
-        fill(temperature, np.float32),
-        fill(top_p, np.float32),
-        fill(top_k, np.int32),
-        fill(min_p, np.float32),
-        fill(seed, np.int64),
-        fill(position, np.int64),
-        np.array([row for row, _ in banned], np.int32),
-        np.array([token for _, token in banned], np.int32),
-    )
-
-
-def naive(logits: np.ndarray, p: SamplingInput, row: int) -> tuple[int, float]:
-    """(id, distance of the draw from the nearest edge of its interval, relative to the mass), one row in plain float64."""
-    x = logits.astype(np.float64)
-    x[p.banned_ids[p.banned_rows == row]] = -np.inf
-    if p.temperatures[row] < 1e-6 or p.top_ks[row] == 1:
-        return int(x.argmax()), 1.0
-    x = (x - x.max()) / np.float64(p.temperatures[row])
-    order = np.argsort(-x, kind="stable")
-    weights = np.exp(x[order])
-    weights = weights[: p.top_ks[row]] / weights[: p.top_ks[row]].sum()
-    edge = 1.0
-    if p.top_ps[row] < 1:
-        before = np.cumsum(weights) - weights
-        edge = np.abs(before - p.top_ps[row]).min()
-        weights = weights[before < p.top_ps[row]]
-    if p.min_ps[row] > 0:
-        edge = min(edge, np.abs(weights / weights[0] - p.min_ps[row]).min())
-        weights = weights[weights >= p.min_ps[row] * weights[0]]
-    cum = np.cumsum(weights) / weights.sum()
-    u = uniforms(p.seeds[row : row + 1], p.positions[row : row + 1])[0]
-    edge = min(edge, np.abs(cum[:-1] - u).min(initial=1.0))
-    return int(order[min(np.searchsorted(cum, u, side="right"), len(cum) - 1)]), edge
+from banyan.layers.sampling_input import FAILED, NO_CHOICE, TOP_K_ALL
 
 
 @given(

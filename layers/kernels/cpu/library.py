@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch  # first: the library must find its OpenMP loaded, two of them fight for the cores
 
+from ...sampling_input import SamplingInput
 from .build import BuildError, build, choose_level
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ PROTOTYPES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "bny_act_mul": (None, (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64)),
     "bny_rope_write": (None, (c_void_p, c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_float)),
     "bny_mask": (None, (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64)),
-    "bny_greedy": (None, (c_void_p, c_int64, c_void_p, c_int64, c_int64)),
+    "bny_sample": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64)),
     "bny_run": (c_int64, (c_void_p, c_void_p, c_void_p, c_void_p)),
 }
 
@@ -63,6 +65,20 @@ LinearStruct._fields_ = [
 ]
 
 
+class SamplingStruct(ctypes.Structure):
+    """bny_sampling. Keeps the arrays that it points to."""
+
+    _fields_ = [(name, c_void_p) for name in ("temperature", "top_p", "min_p", "top_k", "seed", "position")]
+
+    def __init__(self, sampling: SamplingInput) -> None:
+        self.arrays: list[np.ndarray] = [
+            *(np.ascontiguousarray(array, np.float32) for array in (sampling.temperatures, sampling.top_ps, sampling.min_ps)),
+            np.ascontiguousarray(sampling.top_ks, np.int32),
+            *(np.ascontiguousarray(array, np.int64) for array in (sampling.seeds, sampling.positions)),
+        ]
+        super().__init__(*(array.ctypes.data for array in self.arrays))
+
+
 @dataclass(frozen=True, slots=True)
 class Native:
     """The library in use. ``lib`` has the functions of kernels.h as attributes, typed."""
@@ -72,13 +88,20 @@ class Native:
     path: Path
     why: str
 
-    def greedy(self, logits_SV: torch.Tensor) -> torch.Tensor:
-        """int64 [S]: the greedy choice of each row of float32 logits, as sampler.sample makes it."""
+    def choose(self, logits_SV: torch.Tensor, sampling: SamplingInput) -> torch.Tensor:
+        """int64 [S]: what each row of float32 logits samples, greedily or not, as sampler.sample does behind bans and masks.
+
+        Raises ValueError for logits that are not rows of float32 on the CPU, or parameters of another number of rows.
+        """
         if logits_SV.dtype is not torch.float32 or logits_SV.device.type != "cpu" or logits_SV.stride(1) != 1:
             raise ValueError("logits must be rows of float32 on the CPU")
         num_rows, vocab_size = logits_SV.shape
+        params = SamplingStruct(sampling)
+        if any(len(array) != num_rows for array in params.arrays):
+            raise ValueError(f"sampling parameters must be of {num_rows} rows, as the logits are")
         ids = torch.empty(num_rows, dtype=torch.int64)
-        self.lib.bny_greedy(logits_SV.data_ptr(), logits_SV.stride(0), ids.data_ptr(), num_rows, vocab_size)
+        row = logits_SV.stride(0)
+        self.lib.bny_sample(ctypes.byref(params), logits_SV.data_ptr(), row, ids.data_ptr(), num_rows, vocab_size)
         return ids
 
 

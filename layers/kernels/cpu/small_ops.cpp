@@ -87,6 +87,8 @@ vf greatest_of(const float* x, int64_t n, vf* finite) {
   return vf_max(a, b);
 }
 
+}  // namespace
+
 int64_t greedy_id(const float* x, int64_t n) {
   constexpr int64_t BLOCK = 64 * VL;
   const int64_t whole = n / VL * VL;
@@ -110,7 +112,6 @@ int64_t greedy_id(const float* x, int64_t n) {
   return at;
 }
 
-}  // namespace
 }  // namespace bny
 
 extern "C" {
@@ -178,12 +179,6 @@ void bny_rope_write(
   };
   bny_parallel_spans(T, T * ld, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) one(t);
-  });
-}
-
-void bny_greedy(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V) {
-  bny_parallel_spans(S, S * V, [&](int64_t begin, int64_t end) {
-    for (int64_t s = begin; s < end; s++) ids[s] = bny::greedy_id(x + s * ldx, V);
   });
 }
 

@@ -31,14 +31,16 @@ BNY_API void bny_rope_write(
     const bny_kv* kv, const bny_step* step, float* qkv, int64_t ld, const int64_t* positions, const float* cos, const float* sin,
     const float* q_norm, const float* k_norm, float eps);
 
-// ids[s] = the lowest index of the greatest of row s; -1 where the row holds NaN or +inf, -2 where all of it is -inf.
-BNY_API void bny_greedy(const float* x, int64_t ldx, int64_t* ids, int64_t S, int64_t V);
-
 // Rows rows[c] of x: -inf is added to x[v] where bit v % 32 of bits[c][v / 32] is 0. A NaN stays one.
 BNY_API void bny_mask(const int32_t* bits, int64_t words, const int64_t* rows, int64_t C, float* x, int64_t ldx, int64_t V);
 
 #ifdef __cplusplus
 }
+
+namespace bny {
+// The lowest index of the greatest of n values; -1 where there is NaN or +inf, -2 where all are -inf.
+int64_t greedy_id(const float* x, int64_t n);
+}  // namespace bny
 #endif
 
 #endif
