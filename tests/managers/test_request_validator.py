@@ -29,6 +29,7 @@ class ByteTokenizer:
 def make(**options: Any) -> RequestValidator:
     pool = {"max_req_input_len": POOL_INPUT, "max_req_len": POOL_LEN, **options.pop("pool", {})}
     model = ModelInfo(
+        **options.pop("model", {}),
         model_type="llama",
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB,
@@ -217,6 +218,31 @@ def test_a_batch_with_n_is_prompt_major() -> None:
 )
 def test_rids(request_: dict[str, Any], rids: list[str]) -> None:
     assert [message.rid for message in check(**request_)] == rids
+
+
+def test_a_batch_of_embeddings_with_n_is_prompt_major() -> None:
+    rows = [[[1.0] * 8], [[2.0] * 8, [3.0] * 8]]
+    params = [{"n": 3, "temperature": 0.5}, {"n": 3, "top_k": 7}]
+    messages = check(make(model={"hidden_size": 8}), input_embeds=rows, rid=["x", "y"], sampling_params=params)
+    assert [message.rid for message in messages] == ["x_0", "x_1", "x_2", "y_0", "y_1", "y_2"]
+    assert [np.frombuffer(message.input_embeds, "<f4").reshape(-1, 8)[:, 0].tolist() for message in messages] == [
+        *[[1.0]] * 3,
+        *[[2.0, 3.0]] * 3,
+    ]
+    assert [message.sampling_params.top_k for message in messages] == [-1] * 3 + [7] * 3
+    assert len({message.rid for message in check(make(model={"hidden_size": 8}), input_embeds=rows, sampling_params=params)}) == 6
+
+
+@pytest.mark.parametrize(("mode", "told"), [(None, []), ("last", ["last"]), ("full", [True, "last"])])
+def test_which_hidden_states_are_told(mode: Any, told: list[Any]) -> None:
+    validator = make(return_hidden_states_mode=mode)
+    for wish in (True, "last"):
+        if wish in told:
+            assert [
+                each.return_hidden_states for each in check(validator, text=["a", "b"], return_hidden_states=[wish, False])
+            ] == [wish, False]
+        else:
+            assert refused(validator, text="a", return_hidden_states=wish).param == "return_hidden_states"
 
 
 def test_rids_that_collide_after_expansion() -> None:

@@ -91,6 +91,7 @@ def test_top_k_one_is_greedy() -> None:
         ("logit_bias", {"x": 1}),
         ("logit_bias", {"1": math.inf}),
         ("logit_bias", {"1": math.nan}),
+        ("logit_bias", {"1": 1e9}),
         ("logit_bias", {"1": "a"}),
         ("logit_bias", [1]),
         ("allowed_token_ids", []),

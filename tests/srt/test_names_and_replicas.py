@@ -60,5 +60,8 @@ def test_a_replica_may_be_named(replicated: Any, path: str, body: dict[str, Any]
 
 def test_hidden_states_need_their_option(served: Any) -> None:
     for path, body in ROUTES:
-        reply = served.client.post(path, json={**body, "return_hidden_states": True})
+        for wanted in (True, "last"):
+            reply = served.client.post(path, json={**body, "return_hidden_states": wanted})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, "return_hidden_states")
+        reply = served.client.post(path, json={**body, "return_hidden_states": "first"})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "return_hidden_states")

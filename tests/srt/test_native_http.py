@@ -72,6 +72,7 @@ def test_stream_is_cumulative_and_ends_with_done(served: Any) -> None:
         (b'{"text": "a", "return_logprob": 1}', "return_logprob"),
         (b'{"text": "a", "return_logprob": true, "top_logprobs_num": 21}', "top_logprobs_num"),
         (b'{"text": "a", "return_logprob": true, "top_logprobs_num": -1}', "top_logprobs_num"),
+        (b'{"text": "a", "return_logprob": true, "top_logprobs_num": 2000000000}', "top_logprobs_num"),
         (b'{"text": "a", "return_logprob": true, "logprob_start_len": 99}', "logprob_start_len"),
         (b'{"text": "a", "return_logprob": true, "logprob_start_len": -2}', "logprob_start_len"),
         (b'{"text": "a", "return_logprob": true, "token_ids_logprob": [256]}', "token_ids_logprob"),
@@ -201,9 +202,17 @@ def test_disconnect_aborts(served: Any, wait_for: Any, path: str, body: dict[str
     assert post(served, "/generate", {"text": "a"}).status_code == 200
 
 
-def test_no_header_before_the_first_output(served: Any, wait_for: Any) -> None:
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "a"}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_no_header_before_the_first_output(served: Any, wait_for: Any, path: str, body: dict[str, Any]) -> None:
     served.manager.hold = 0
-    sock = raw_post(served, "/v1/completions", {"prompt": "a", "stream": True, "rid": "x"})
+    sock = raw_post(served, path, {**body, "stream": True, "rid": "x"})
     wait_for(lambda: "x" in served.manager.live)
     sock.settimeout(0.1)
     with pytest.raises(TimeoutError):

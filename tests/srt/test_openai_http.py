@@ -202,6 +202,33 @@ def test_message_forms(served: Any) -> None:
     assert prompt_of(served) == "<system>be short<assistant><user>go<assistant>I w"
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user", "assistant", "tool"])
+def test_text_parts_say_what_the_string_says_whoever_speaks(served: Any, role: str) -> None:
+    prompts = []
+    for content in (
+        "so it is",
+        [{"type": "text", "text": "so it is"}],
+        [{"type": "text", "text": "so it"}, {"type": "text", "text": "is"}],
+    ):
+        message = {"role": role, "content": content, **({"tool_call_id": "c"} if role == "tool" else {})}
+        assert post(served, "/v1/chat/completions", {"messages": [*CHAT, message, *CHAT]}).status_code == 200
+        prompts.append(prompt_of(served))
+    assert "so it is" in prompts[0]
+    assert prompts == [prompts[0]] * 3
+    for wrong in ([{"type": "video", "text": "x"}], [{"type": "text"}], ["x"]):
+        reply = post(served, "/v1/chat/completions", {"messages": [{"role": role, "content": wrong}]})
+        assert (reply.status_code, reply.json()["param"]) == (400, "messages")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_template_raises_is_told(served: Any, stream: bool) -> None:
+    served.manager.tokenizer.chat_templates = {"default": "{{ raise_exception('System role not supported') }}"}
+    served.state.attach(served.manager)
+    reply = post(served, "/v1/chat/completions", {"messages": CHAT, "stream": stream})
+    assert (reply.status_code, reply.json()["param"]) == (400, "messages")
+    assert "System role not supported" in reply.json()["message"]
+
+
 def test_no_second_bos(served: Any) -> None:
     served.manager.tokenizer.chat_templates = {"default": "{{ bos_token }}{{ messages[0].content }}"}
     served.state.attach(served.manager)
@@ -340,8 +367,9 @@ def test_harmless_values_pass(served: Any, fields: dict[str, Any]) -> None:
         ({"prompt": "a", "rid": ["a", "b"]}, "rid"),
     ],
 )
-def test_bad_completions(served: Any, body: dict[str, Any], param: str) -> None:
-    reply = post(served, "/v1/completions", body)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_completions(served: Any, body: dict[str, Any], param: str, stream: bool) -> None:
+    reply = post(served, "/v1/completions", {**body, "stream": stream})
     assert (reply.status_code, reply.json()["param"]) == (400, param)
     assert "conprompt" not in reply.text
 

@@ -192,6 +192,36 @@ def test_a_stop_token_inside_a_jump_ends_the_request(make: Any) -> None:
     assert outputs[0] == outputs[1]
 
 
+class StopAt:
+    """A stop string over bytes, as the stop checker finds it."""
+
+    def __init__(self, stop: bytes) -> None:
+        self._stop, self._text = stop, b""
+
+    def push(self, token_id: int) -> str | None:
+        self._text += WORDS.tokens[token_id]
+        return self._stop.decode() if self._text.endswith(self._stop) else None
+
+
+def test_a_stop_string_that_ends_inside_a_jump_ends_the_request_there(make: Any) -> None:
+    """ST-14: none of the ids behind it is told."""
+    compiled, stop, outputs = grammar("json_schema", PERSON), b'"nickn', []
+    for jumps in (False, True):
+        harness = make()
+        counted = Counted(harness)
+        harness.submit("g", prompt_of(1, 20), max_new_tokens=90)
+        jumper = JumpForward(encode_bytes, WORDS.tokens) if jumps else None
+        harness.scheduler.live["g"].constraint = Constraint(compiled.matcher(), WORDS.stop_ids, jumper=jumper)
+        harness.scheduler.live["g"].stop_checker = StopAt(stop)  # type: ignore[assignment]
+        harness.turn()
+        harness.drain()
+        outputs.append((harness.ids["g"], counted.num_steps))
+        assert bytes(token - FIRST for token in harness.ids["g"]).endswith(stop)
+        assert harness.reasons["g"].matched == stop.decode()
+    assert outputs[0][0] == outputs[1][0]
+    assert outputs[1][1] < outputs[0][1], "there was a jump"
+
+
 def test_aborts_amid_a_jump(make: Any) -> None:
     compiled = grammar("regex", '\\{"a_long_fixed_key": [0-9]{3}\\}')
     jumper = JumpForward(encode_bytes, WORDS.tokens)
