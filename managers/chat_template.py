@@ -27,6 +27,7 @@ from jinja2.visitor import NodeTransformer
 from .errors import RequestError, StartError
 from .template_shape import TemplateShape, shape_of
 from .tokenizer import DEFAULT_TEMPLATE, TOOL_TEMPLATE, Tokenizer
+from .tool_parsers.json_text import loads
 
 MAX_STEPS = 200_000
 MAX_SECONDS = 10.0
@@ -176,8 +177,8 @@ def _plain_call(call: Any, where: str, *, as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str) and not as_text:
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except (ValueError, RecursionError):
+            arguments = loads(arguments) if arguments.strip() else {}
+        except ValueError:
             arguments = str(arguments)  # what a model wrote need not be JSON
     elif arguments is not None and not isinstance(arguments, (str, Mapping)):
         raise RequestError(f"{where}.function.arguments must be JSON text or an object.", param=where)

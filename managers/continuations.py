@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .errors import RequestError
+from .request_size import check_joined
 
 FIELD = "continuations"
 
@@ -26,6 +27,7 @@ def continued(prompts: list[Any], continuations: Sequence[Any], *, single: bool,
     if not all(isinstance(item, kind) for item in continuations):
         what = "texts, as the prompt is one" if kind is str else "lists of token ids, as the prompt is one"
         raise RequestError(f"{FIELD} must be {what}.", param=FIELD)
+    check_joined(prompts[0], continuations, FIELD)
     return [prompts[0] + (item if kind is str else list(item)) for item in continuations]
 
 

@@ -23,6 +23,7 @@ Tag = Literal["weights", "kv_cache", "cuda_graph"]
 GROUP = "weight_update_group"
 GROUP_TIMEOUT = 60.0  # seconds within which all members of a group must have come, and within which each tensor must
 MAX_TENSORS = 100_000
+MAX_STEPS = 1 << 31  # of a profile
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 36  # of one tensor
 
@@ -195,8 +196,9 @@ class ModelService:
             value = getattr(query, field)
             if value and (len(value) > 100 or not value.replace("-", "").replace("_", "").replace(".", "").isalnum()):
                 raise RequestError(f"{field} must be letters, digits, '.', '-' and '_'.", param=field)
-        if query.start_step < 0 or (query.num_steps is not None and query.num_steps < 1):
-            raise RequestError("start_step must be at least 0 and num_steps at least 1.", param="num_steps")
+        for field, value, least in (("start_step", query.start_step, 0), ("num_steps", query.num_steps, 1)):
+            if value is not None and not least <= value < MAX_STEPS:
+                raise RequestError(f"{field} must be in [{least}, {MAX_STEPS}), got {value}.", param=field)
         spec = ProfileSpec(
             folder=query.output_dir or os.environ.get("SGLANG_TORCH_PROFILER_DIR") or tempfile.gettempdir(),
             name=query.profile_id,

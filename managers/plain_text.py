@@ -66,7 +66,7 @@ class MessageMarker:
         self._assistant = PlainText([token for token in tokens if token not in thinking])
 
     def marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The message, or a tool, with all strings in it marked but its role."""
+        """The message, or a tool, with all strings in it marked, names in objects too, but its role."""
         change = (self._assistant if message.get("role") == "assistant" else self._outside).marked
         return {key: value if key == "role" else _mapped(value, change) for key, value in message.items()}
 
@@ -91,16 +91,11 @@ def _blank_before(tokenizer: Encoder) -> list[int]:
     return [] if blank + apart == whole else blank
 
 
-def unmarked(text: str) -> str:
-    """Rendered text to be shown."""
-    return text.replace(MARK, "")
-
-
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, list | tuple):
         return [_mapped(item, change) for item in value]
     if isinstance(value, Mapping):
-        return {key: _mapped(item, change) for key, item in value.items()}
+        return {_mapped(key, change): _mapped(item, change) for key, item in value.items()}
     return value

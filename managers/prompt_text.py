@@ -9,7 +9,7 @@ from .chat_template import ChatTemplate
 from .tokenizer import Tokenizer
 
 
-def prompt_text(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def prompt_text(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
     """The rendered conversation, to be sent as ``text``: without the BOS that encoding a text adds.
 
     options: those of ChatTemplate.render. Raises RequestError as that does.

@@ -27,12 +27,12 @@ from .logprobs.params import logprob_plans, with_start
 from .per_prompt import per_prompt
 from .prompt_embeds import checked_embeds, embeds_key, embeds_prompts
 from .request_plan import RequestPlan, Service
+from .request_size import CopyBudget, check_choices
 from .sampling_params import SEED_RANGE, SamplingParams
 from .score_tree import ScoreTree
 from .sessions.sessions import SessionParams, Turn
 
 MAX_PRIORITY = 1 << 31
-MAX_CHOICES = 1 << 16  # prompts times n of one request
 MAX_NAME_LEN = 4096  # characters of a rid, an extra_key, a cache_salt or a routing_key
 
 
@@ -72,23 +72,22 @@ class RequestValidator:
             ids = ids and continued(ids, request.continuations, single=single, kind=(list, tuple))
             single = False
         num_prompts = len(next(prompts for prompts in (texts, ids, embeds) if prompts is not None))
+        check_choices(num_prompts, 1)
         given = per_prompt(request.sampling_params, num_prompts, "sampling_params", dict[str, Any]())
         shared = not isinstance(request.sampling_params, list)
         params = [self._params(given[0])] * num_prompts if shared else [self._params(values) for values in given]
         n = params[0].n
         if any(item.n != n for item in params):
             raise RequestError("n must be the same for all prompts of a batch.", param="n")
-        if num_prompts * n > MAX_CHOICES:
-            raise RequestError(f"A request may have {MAX_CHOICES} choices (prompts times n), got {num_prompts * n}.", param="n")
+        check_choices(num_prompts, n)
         rids, families = _rids(request.rid, num_prompts, n, single)
         extra_keys = per_prompt(request.extra_key, num_prompts, "extra_key", "")
         cache_salts = per_prompt(request.cache_salt, num_prompts, "cache_salt", "")
         _check_names(rid=families, extra_key=extra_keys, cache_salt=cache_salts)
-        _check_unicode(
-            stop=[s for item in params for s in item.stop],
-            stop_regex=[s for item in params for s in item.stop_regex],
-            bad_words=[s for item in params for s in item.bad_words],
-        )
+        for item in params[:1] if shared else params:
+            _check_unicode(stop=item.stop, stop_regex=item.stop_regex, bad_words=item.bad_words)
+            if (grammar := item.grammar()) is not None:
+                _check_unicode(**{grammar[0]: [grammar[1]]})
         return RequestPlan(
             texts=texts,
             ids=ids,
@@ -120,41 +119,45 @@ class RequestValidator:
         start = None if plan.continued is None else self._start_of_continuations(plan, prompts)
         if start is not None and plan.only_scores:
             plan.tree = ScoreTree.of(prompts, start)
+        budget, bad_words = CopyBudget(), dict[int, list[list[int]]]()  # by the list of words, which prompts may share
         for index, ids in enumerate(prompts):
             logprobs = with_start(plan.logprobs[index], len(ids), default=start)
             own = embeds[index][: len(ids)] if embeds else None
             if own is not None and logprobs is not None and logprobs.start_len < len(ids):
                 raise RequestError("logprob_start_len: embeddings have no log-probabilities.", param="logprob_start_len")
             params = self._limit(plan.params[index], len(ids), explicit=plan.explicit_limits[index])
-            packed, bad_word_ids = pack_ids(ids), self._bad_word_ids(params.bad_words)
-            budget = plan.service.max_thinking_tokens
-            thinking = self._thinking.params(ids.tolist() if own is None else [], budget) if plan.service.thinks else None
-            for sample in range(plan.n):
-                messages.append(
-                    GenerateReq(
-                        rid=plan.rids[index * plan.n + sample],
-                        input_ids=packed,
-                        sampling_params=msgspec.structs.replace(
-                            params, n=1, sampling_seed=self._seed(params.sampling_seed, sample)
-                        ),
-                        stream=plan.stream,
-                        extra_key=plan.namespaces[index][0],
-                        cache_salt=plan.namespaces[index][1],
-                        bad_word_ids=bad_word_ids,
-                        logit_processor=plan.processors[index],
-                        logprobs=logprobs,
-                        thinking=thinking,
-                        priority=plan.service.priority,
-                        cache_hint=plan.service.cache_hint,
-                        routing_key=plan.service.routing_key,
-                        data_parallel_rank=plan.service.data_parallel_rank,
-                        bootstrap_room=plan.rooms[index],
-                        timeout=plan.service.timeout,
-                        input_embeds=b"" if own is None else own.tobytes(),
-                        embeds_key="" if own is None else embeds_key(own),
-                        return_hidden_states=plan.hidden[index],
-                    )
-                )
+            if id(params.bad_words) not in bad_words:
+                bad_words[id(params.bad_words)] = self._bad_word_ids(params.bad_words)
+            limit = plan.service.max_thinking_tokens
+            thinking = self._thinking.params(ids.tolist() if own is None else [], limit) if plan.service.thinks else None
+            first = GenerateReq(
+                rid=plan.rids[index * plan.n],
+                input_ids=pack_ids(ids),
+                sampling_params=msgspec.structs.replace(params, n=1, sampling_seed=self._seed(params.sampling_seed, 0)),
+                stream=plan.stream,
+                extra_key=plan.namespaces[index][0],
+                cache_salt=plan.namespaces[index][1],
+                bad_word_ids=bad_words[id(params.bad_words)],
+                logit_processor=plan.processors[index],
+                logprobs=logprobs,
+                thinking=thinking,
+                priority=plan.service.priority,
+                cache_hint=plan.service.cache_hint,
+                routing_key=plan.service.routing_key,
+                data_parallel_rank=plan.service.data_parallel_rank,
+                bootstrap_room=plan.rooms[index],
+                timeout=plan.service.timeout,
+                input_embeds=b"" if own is None else own.tobytes(),
+                embeds_key="" if own is None else embeds_key(own),
+                return_hidden_states=plan.hidden[index],
+            )
+            if len(plan.rids) > 1:
+                budget.take(first, plan.n)
+            messages.append(first)
+            for sample in range(1, plan.n):
+                own_params = msgspec.structs.replace(params, n=1, sampling_seed=self._seed(params.sampling_seed, sample))
+                rid = plan.rids[index * plan.n + sample]
+                messages.append(msgspec.structs.replace(first, rid=rid, sampling_params=own_params))
         return messages
 
     def _hidden(self, request: GenerateInput, num_prompts: int) -> list[HiddenWish]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from .errors import RequestError
+from .nesting import check_depth
 from .stop_regex import MAX_STATES, RegexError, num_states
 
 GREEDY_EPS = 1e-6  # temperatures below are greedy
@@ -25,12 +27,13 @@ MAX_LOGIT_BIAS = 4096  # entries
 MAX_BIAS = 1e4
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LEN = 256  # characters
-MAX_CUSTOM_PARAMS = 64 << 10  # bytes as JSON
+MAX_CUSTOM_PARAMS = 64 << 10  # bytes as MessagePack, a little less than as JSON
 MAX_N = 128
 SEED_RANGE = 1 << 63
 
 # Parameters that clients send and that are not served, with the values (besides null) that change nothing.
 NOT_SERVED: dict[str, tuple[Any, ...]] = {}
+_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 GRAMMAR_FIELDS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
@@ -148,8 +151,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias: at most {MAX_LOGIT_BIAS} entries.", param="logit_bias")
         for key, value in self.logit_bias.items():
-            if not (key.isascii() and key.isdecimal() and key == str(int(key)) and int(key) < vocab_size):
-                raise RequestError(f"logit_bias must have keys in [0, {vocab_size - 1}], got {key}.", param="logit_bias")
+            if not (_ID.fullmatch(key) and int(key) < vocab_size):
+                raise RequestError(f"logit_bias must have keys in [0, {vocab_size - 1}], got {key[:20]}.", param="logit_bias")
             if not abs(value) <= MAX_BIAS:
                 raise RequestError(f"logit_bias must be in [-{MAX_BIAS:g}, {MAX_BIAS:g}], got {value}.", param="logit_bias")
         if self.allowed_token_ids is not None:
@@ -160,8 +163,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             raise RequestError(
                 f"bad_words: at most {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_LEN} characters.", param="bad_words"
             )
-        if self.custom_params and len(msgspec.json.encode(self.custom_params)) > MAX_CUSTOM_PARAMS:
-            raise RequestError(f"custom_params: at most {MAX_CUSTOM_PARAMS} bytes.", param="custom_params")
+        if self.custom_params:
+            _check_custom(self.custom_params)
 
 
 def _read_grammars(given: dict[str, Any]) -> None:
@@ -176,7 +179,20 @@ def _read_grammars(given: dict[str, Any]) -> None:
         raise RequestError(f"sampling_params: only one of {', '.join(names)} may be given.", param=names[1])
 
 
+def _check_custom(params: dict[str, Any]) -> None:
+    """Whether they can travel between processes."""
+    check_depth("custom_params", params)
+    try:
+        size = len(msgspec.msgpack.encode(params))
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+        raise RequestError(f"custom_params: {error}.", param="custom_params") from None
+    if size > MAX_CUSTOM_PARAMS:
+        raise RequestError(f"custom_params: at most {MAX_CUSTOM_PARAMS} bytes.", param="custom_params")
+
+
 def _check_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
+    if len(token_ids) > vocab_size:
+        raise RequestError(f"{name}: at most {vocab_size} ids.", param=name)
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(f"{name} must be in [0, {vocab_size - 1}], got {token_id}.", param=name)

@@ -9,6 +9,7 @@ import msgspec
 
 from .errors import RequestError
 from .generation import GenerateInput
+from .request_size import check_joined
 from .tokenizer_manager import TokenizerManager
 
 # Whatever a server prefers for text, scores are of the plain logits.
@@ -78,6 +79,7 @@ def _prompts(query: ScoreInput) -> tuple[list[str] | None, list[list[int]] | Non
         raise RequestError("items must not be empty.", param="items")
     if any(type(item) is not type(query.query) for item in items):
         raise RequestError("query and items must be all texts or all lists of token ids.", param="items")
+    check_joined(query.query, items, "items")
     joined: list[Any] = [item + query.query if query.item_first else query.query + item for item in items]
     return (joined, None) if isinstance(query.query, str) else (None, joined)
 

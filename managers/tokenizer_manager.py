@@ -49,6 +49,7 @@ from .request_context import current_context
 from .request_gate import QUEUE_FULL_MESSAGE, max_live_requests
 from .request_log import TEXTS, RequestLog
 from .request_plan import RequestPlan
+from .request_size import is_batch
 from .request_stats import RequestStats
 from .request_table import Choice, RequestTable
 from .request_track import RequestWatch, Watcher
@@ -107,7 +108,7 @@ class TokenizerManager:
         context = current_context()
         if context is not None:
             context.complete(request)
-        plan = self._validator.plan(request)
+        plan = await self.in_pool(self._validator.plan, request) if is_batch(request) else self._validator.plan(request)
         self._check_room(plan)
         generation = generation_of(plan, self._abort_rids)
         self._table.add(plan, generation)

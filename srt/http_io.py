@@ -37,26 +37,37 @@ class JSONReply(JSONResponse):
         return msgspec.json.encode(content)
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestError 413 as soon as it is known to be too long, 408 if its next part does not come."""
+async def body_parts(request: Request, limit: int) -> AsyncGenerator[bytes]:
+    """The body as it comes.
+
+    Raises RequestError 413 as soon as it is known to be longer than ``limit`` bytes, 408 if its next part does not come, 415 if it
+    is compressed.
+    """
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity"):
+        text = f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is."
+        raise RequestError(text, param="Content-Encoding", status_code=415, err_type="UnsupportedMediaTypeError")
     length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > MAX_BODY_BYTES:
-        raise _too_large()
-    parts: list[bytes] = []
-    size = 0
-    clock = asyncio.get_running_loop().time
-    try:
-        async with asyncio.timeout(BODY_STALL) as limit:
-            async for part in request.stream():
-                size += len(part)
-                if size > MAX_BODY_BYTES:
-                    raise _too_large()
-                parts.append(part)
-                limit.reschedule(clock() + BODY_STALL)
-    except TimeoutError:
-        message = f"Nothing more of the body came for {BODY_STALL:.0f} s."
-        raise RequestError(message, status_code=408, err_type="RequestTimeoutError") from None
-    return b"".join(parts)
+    size, received = int(length) if length.isdigit() else 0, 0
+    stream = request.stream()
+    while size <= limit:
+        try:
+            async with asyncio.timeout(BODY_STALL):
+                part = await anext(stream, None)
+        except TimeoutError:
+            message = f"Nothing more of the body came for {BODY_STALL:.0f} s."
+            raise RequestError(message, status_code=408, err_type="RequestTimeoutError") from None
+        if part is None:
+            return
+        received += len(part)
+        size = max(size, received)
+        yield part
+    raise RequestError(f"The body is longer than {limit} bytes.", status_code=413, err_type="RequestTooLargeError")
+
+
+async def read_body(request: Request) -> bytes:
+    """The whole body. Raises RequestError as ``body_parts`` does."""
+    return b"".join([part async for part in body_parts(request, MAX_BODY_BYTES)])
 
 
 async def parse_body(request: Request, parse: Callable[[dict[str, Any]], T]) -> T:
@@ -120,10 +131,6 @@ def require_json(request: Request) -> None:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise RequestError("Content-Type must be application/json.")
-
-
-def _too_large() -> RequestError:
-    return RequestError(f"The body is longer than {MAX_BODY_BYTES} bytes.", status_code=413, err_type="RequestTooLargeError")
 
 
 async def disconnected(receive: Callable[[], Awaitable[Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..managers.model_service import (
     UpdateInput,
 )
 from .http_errors import blotted
-from .http_io import JSONReply, json_object, parse_body, read_body
+from .http_io import JSONReply, body_parts, json_object, parse_body, read_body
 from .server_state import state_of
 from .struct_body import body_of, parse_struct, struct_parser
 
@@ -116,12 +117,8 @@ def _from_query(values: dict[str, str]) -> UpdateInput:
 
 
 async def _receive(request: Request, path: Path) -> None:
-    size = 0
     with path.open("wb") as file:
-        async for part in request.stream():
-            size += len(part)
-            if size > MAX_TENSOR_BYTES:
-                raise RequestError("The tensors are too long.", status_code=413, err_type="RequestTooLargeError")
+        async for part in body_parts(request, MAX_TENSOR_BYTES):
             file.write(part)
 
 
@@ -203,8 +200,9 @@ async def _memory(request: Request, *, release: bool) -> Response:
 
 def _profile(values: dict[str, Any]) -> ProfileInput:
     """Benchmarks send the numbers of steps as strings."""
-    digits = {name: values[name] for name in ("start_step", "num_steps") if str(values.get(name, "")).isdecimal()}
-    return parse_struct(ProfileInput, {**values, **{name: int(value) for name, value in digits.items()}})
+    given = {name: values.get(name) for name in ("start_step", "num_steps")}
+    numbers = {name: int(text) for name, text in given.items() if isinstance(text, str) and re.fullmatch("[0-9]{1,9}", text)}
+    return parse_struct(ProfileInput, {**values, **numbers})
 
 
 @router.get("/start_profile", response_class=PlainTextResponse, include_in_schema=False)

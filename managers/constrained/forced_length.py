@@ -70,7 +70,8 @@ class _Lengths:
     def longest(self) -> int:
         """Of all sequences' shortest texts."""
         kinds = [self._grammar.expression(index) for index in range(len(self._grammar.grammar_expr_indptr) - 1)]
-        return max(self.of(index) for index, (kind, _) in enumerate(kinds) if kind in (Kind.SEQUENCE, Kind.CHOICES))
+        lengths = (self.of(index) for index, (kind, _) in enumerate(kinds) if kind in (Kind.SEQUENCE, Kind.CHOICES))
+        return max(lengths, default=0)  # a grammar of the empty text has neither
 
     def of(self, index: int) -> int:
         """The shortest text of an expression."""

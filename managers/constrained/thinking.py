@@ -15,6 +15,7 @@ import msgspec
 from ..errors import RequestError
 from ..reasoning.marks import REASONING_MARKS
 
+MAX_BUDGET = 1 << 31
 MAX_TAIL = 64  # tokens at a prompt's end that are looked at: a template closes its mark with blanks at most
 
 
@@ -113,8 +114,8 @@ class ThinkingPlanner:
         name = "require_reasoning" if wanted else "max_thinking_tokens"
         if (wanted or budget is not None) and self._marks is None:
             raise RequestError(f"{name} needs a server that was started with --reasoning-parser.", param=name)
-        if budget is not None and budget < 0:
-            raise RequestError(f"max_thinking_tokens must be at least 0, got {budget}.", param="max_thinking_tokens")
+        if budget is not None and not 0 <= budget < MAX_BUDGET:
+            raise RequestError(f"max_thinking_tokens must be in [0, 2^31), got {budget}.", param="max_thinking_tokens")
 
     def params(self, prompt: Sequence[int], budget: int | None) -> ThinkingParams | None:
         """How the output of this prompt thinks; None if the prompt has closed the thinking part."""

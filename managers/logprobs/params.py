@@ -22,13 +22,13 @@ def logprob_plans(request: GenerateInput, num_prompts: int, *, max_top_num: int,
     starts = per_prompt(request.logprob_start_len, num_prompts, "logprob_start_len", -1)
     top_nums = per_prompt(request.top_logprobs_num, num_prompts, "top_logprobs_num", 0)
     token_ids = _token_ids(request.token_ids_logprob, num_prompts)
-    for start in starts:
+    for start in set(starts):
         if start < -1:
             raise RequestError(f"logprob_start_len must be at least -1, got {start}.", param="logprob_start_len")
-    for top_num in top_nums:
+    for top_num in set(top_nums):
         if not 0 <= top_num <= max_top_num:
             raise RequestError(f"top_logprobs_num must be in [0, {max_top_num}], got {top_num}.", param="top_logprobs_num")
-    for ids in token_ids:
+    for ids in {id(ids): ids for ids in token_ids}.values():  # prompts may share them
         if len(ids) > MAX_TOKEN_IDS or not all(0 <= token_id < vocab_size for token_id in ids):
             raise RequestError(
                 f"token_ids_logprob: at most {MAX_TOKEN_IDS} ids in [0, {vocab_size - 1}].", param="token_ids_logprob"

@@ -9,6 +9,8 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from ..nesting import MAX_DEPTH, check_depth
+
 _IN_STRING = re.compile(r'[^"\\]*')
 _OUTSIDE = re.compile(r'[^"{}\[\]]*')
 _BLANK = re.compile(r"\s*")
@@ -111,16 +113,26 @@ def escaped(text: str) -> str:
 
 
 def dumps(value: Any) -> str:
-    """Strict JSON. Raises ValueError for what it has no word for."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """Strict JSON. Raises ValueError for what it has no word for, a lone surrogate in a string among it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    text.encode()
+    return text
 
 
 def loads(text: str) -> Any:
-    """Strict JSON. Raises ValueError, for what is nested too deeply too."""
+    """Strict JSON whose numbers are finite and whose strings are Unicode. Raises ValueError, for more than MAX_DEPTH levels too."""
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        check_depth("JSON", value)
+    if "\\" in text or "e" in text or "E" in text:  # what an escape or an exponent may have made
+        dumps(value)
+    return value
 
 
 def _no_constant(name: str) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from ...managers.chat_template import RESERVED_KWARGS, ChatTemplate
 from ...managers.errors import RequestError
-from ...managers.plain_text import encode_marked, marker_of, unmarked
+from ...managers.plain_text import encode_marked, marker_of
 from ...managers.reasoning.parser import marks_of
 from ...managers.tokenizer import Tokenizer
+from ...managers.tool_parsers.json_text import loads
 from .protocol import ChatBody
 
 NO_TEMPLATE = "The model has no chat template; give one with --chat-template."
@@ -24,11 +24,6 @@ def prompt_ids(
     otherwise. Raises RequestError, with the template's own words if it refuses the messages.
     """
     return encode_marked(tokenizer, rendered(template, tokenizer, body, tools))
-
-
-def prompt_text(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBody) -> str:
-    """The conversation as the template writes it."""
-    return unmarked(rendered(template, tokenizer, body, None))
 
 
 def rendered(template: ChatTemplate | None, tokenizer: Tokenizer, body: ChatBody, tools: list[dict[str, Any]] | None) -> str:
@@ -75,8 +70,8 @@ def _unescaped(arguments: str) -> Any:
     if "\\" not in arguments:
         return arguments
     try:
-        return json.loads(arguments)
-    except (ValueError, RecursionError):
+        return loads(arguments)
+    except ValueError:
         return arguments
 
 

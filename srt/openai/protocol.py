@@ -13,8 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...managers.errors import RequestError
 from ...managers.io_struct import CacheHint
+from ...managers.nesting import check_depth
 from ...managers.sessions.sessions import SessionParams
-from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec, check_depth
+from .tool_protocol import MAX_TOOLS, Effort, ReasoningOptions, ToolChoice, ToolSpec
 
 MAX_N = 128
 OFF: tuple[Any, ...] = (None, False, [], {})  # values that mean "not wanted" for every field
@@ -144,6 +145,13 @@ class GenerateBody(Body):
         "use_beam_search": (),
         "length_penalty": (1,),
         "structured_outputs": (),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "include_stop_str_in_output": (),
+        "return_tokens_as_token_ids": (),
+        "truncate_prompt_tokens": (),
     }
 
     model: str | None = None
@@ -305,6 +313,7 @@ class ChatBody(GenerateBody):
         "chat_template": (),
         "documents": (),
         "web_search_options": (),
+        "echo": (),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)

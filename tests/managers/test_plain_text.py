@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_folder, byte_level_folder
 
-from banyan.managers.plain_text import MARK, MessageMarker, PlainText, encode_marked, marker_of, unmarked
+from banyan.managers.plain_text import MARK, MessageMarker, PlainText, encode_marked, marker_of
 from banyan.managers.tokenizer import Tokenizer
 
 BITS = ["<s>", "</s>", "<|eot_id|>", "<", "s", ">", "|", "eot", " hi", "\n", "ö", "<|", "|>", "<<s>>", "</", "世"]
@@ -25,7 +25,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def test_no_control_token_comes_from_a_message(tokenizer: Tokenizer, bits: list[str]) -> None:
     text = "".join(bits)
     marked = PlainText(["<s>", "</s>", "<|eot_id|>"]).marked(text)
-    assert unmarked(marked) == text
+    assert marked.replace(MARK, "") == text
     ids = encode_marked(tokenizer, "a" + marked)
     assert not set(ids) & tokenizer.special_ids - {0}  # 0 is what byte fallback has for "unknown"
     if tokenizer.byte_table is not None:
@@ -53,13 +53,14 @@ def test_every_string_of_a_message_is_marked_but_the_role() -> None:
         "role": "tool<s>",
         "name": "<s>",
         "content": [{"type": "text", "text": "a<s>"}],
-        "tool_calls": [{"function": {"name": "f", "arguments": {"k": "<s>", "n": 3}}}],
+        "tool_calls": [{"function": {"name": "f", "arguments": {"k": "<s>", "<s>": 3}}}],
     }
     marked = marker.marked(message)
+
     assert marked["role"] == "tool<s>"
     assert marked["name"] == f"<{MARK}s>"
     assert marked["content"][0]["text"] == f"a<{MARK}s>"
-    assert marked["tool_calls"][0]["function"]["arguments"] == {"k": f"<{MARK}s>", "n": 3}
+    assert marked["tool_calls"][0]["function"]["arguments"] == {"k": f"<{MARK}s>", f"<{MARK}s>": 3}
     assert message["name"] == "<s>"
 
 

@@ -581,3 +581,28 @@ def test_hostile_text_costs_linear_work(name: str) -> None:
 def test_text_events_are_never_empty() -> None:
     _, events, _ = parse("hermes", list("a <tool_call>{}</tool_call> b"))
     assert all(event.text for event in events if isinstance(event, Text | CallArguments))
+
+
+CUT_IN_HALF = r'["\ud83d"]'  # half of a surrogate pair: no Unicode, so no reply could carry it
+
+
+@pytest.mark.parametrize("text", [CUT_IN_HALF, r'{"\ud83d": 1}', "[1e999]", "[" * 500 + "]" * 500, "9" * 5000])
+def test_a_value_that_no_reply_could_carry_is_a_string(text: str) -> None:
+    parser = create_parser("glm45", None)
+    events = parser.feed(f"<tool_call>f\n<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>") + parser.finish()
+    (call,) = collected(events).calls
+    assert json.loads(call.arguments) == {"a": text}
+    call.arguments.encode()
+
+
+def test_pythonic_values_that_no_reply_could_carry_are_strings() -> None:
+    parser = create_parser("pythonic", None)
+    (call,) = collected(parser.feed(r"[f(a=['\ud83d'], b=1e999)]") + parser.finish()).calls
+    assert json.loads(call.arguments) == {"a": r"['\ud83d']", "b": "1e999"}
+
+
+def test_a_name_that_is_no_unicode_names_no_tool() -> None:
+    parser = create_parser("hermes", None)
+    text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
+    found = collected(parser.feed(text) + parser.finish())
+    assert (found.text, found.calls) == (text, [])

@@ -120,6 +120,15 @@ def test_too_large_a_body_is_413(served: Any, monkeypatch: pytest.MonkeyPatch) -
     assert chunked.status_code == 413
 
 
+def test_compressed_bodies_are_415(served: Any) -> None:
+    headers = {"content-encoding": "gzip"}
+    for path in ("/generate", "/v1/completions", "/update_weights_from_tensor"):
+        reply = served.client.post(path, content=b"x", headers={**headers, "content-type": "application/json"})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (415, "Content-Encoding")
+    plain = served.client.post("/generate", json={"text": "a"}, headers={"content-encoding": "identity"})
+    assert plain.status_code == 200
+
+
 def test_large_bodies_are_parsed_all_the_same(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_io, "THREAD_BYTES", 10)
     assert post(served, "/generate", {"text": "abc", "unknown": "x" * 1000}).json()["text"] == "Hello world"

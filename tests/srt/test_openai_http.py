@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from banyan.managers.chat_template import ChatTemplate
 from banyan.managers.errors import EngineDeadError, RequestError
 from banyan.managers.io_struct import FinishReason, unpack_ids
 
@@ -292,6 +294,12 @@ def test_token_ids_on_demand(served: Any) -> None:
         ({"stop_token_ids": [256]}, "stop_token_ids"),
         ({"stream_options": {"include_usage": "yes"}}, "stream_options"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"custom_params": {"x": [10**30]}}, "custom_params"),
+        ({"max_thinking_tokens": 10**30}, "max_thinking_tokens"),
+        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"include_stop_str_in_output": True}, "include_stop_str_in_output"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"presence_penalty": -2.1}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
@@ -348,6 +356,23 @@ def test_harmless_values_pass(served: Any, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [r'{"a": "\ud800"}', r'{"\ud800": 1}', '{"a\\\\": ' + "[" * 700 + "]" * 700 + "}", '{"a": 1e999}', '{"a": NaN}', "9" * 5000],
+)
+def test_arguments_that_are_no_json_for_a_template_stay_text(served: Any, arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "1"}]
+    template = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    served.state.chat_template, kept = ChatTemplate(template, None, None), served.state.chat_template
+    try:
+        reply = post(served, "/tokenize", {"messages": messages})
+    finally:
+        served.state.chat_template = kept
+    assert reply.status_code == 200, reply.text
+    assert bytes(reply.json()["tokens"]).decode() == json.dumps(arguments)
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "prompt"),
@@ -396,6 +421,7 @@ def test_bad_completions(served: Any, body: dict[str, Any], param: str, stream: 
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
         ({"continue_final_message": True}, "continue_final_message"),
+        ({"echo": True}, "echo"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -21,6 +21,11 @@ def test_the_conversation_is_rendered(served: Any, more: dict[str, Any], end: st
     assert reply.json() == {"prompt": "<system>S<user>U" + end}
 
 
+def test_any_name_may_be_a_variable(served: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "U"}], "chat_template_kwargs": {"template": 1, "func": 2, "options": 3}}
+    assert served.client.post("/apply-template", json=body).json() == {"prompt": "<user>U<assistant>"}
+
+
 def test_an_assistant_s_message_may_be_left_open(served: Any) -> None:
     body = {"messages": [{"role": "user", "content": "U"}, {"role": "assistant", "content": "A"}], "continue_final_message": True}
     assert served.client.post("/apply-template", json=body).json() == {"prompt": "<user>U<assistant>A"}
