@@ -13,6 +13,9 @@ generated the same token; a prompt that is there already counts as one token, si
 last (its log-probability comes from the token before it), each place once, less those that decoding has computed, which are the
 outputs without their last token. A place that is there already is computed again where its logits are asked for: the last token of
 a prompt, and those before the tokens that are scored, once for each request.
+
+"Chain" is the longest chain of sequential calls of which each must wait for the one before it: what the sequential calls would take
+if those that need not wait cost each other nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from banyan.lang.backend.runtime_endpoint import RuntimeEndpoint
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-HEAD = ["program", "calls", "wall s", "prompt tokens", "cached", "computed", "needed", "distinct", "wall / language"]
+HEAD = ["program", "calls", "wall s", "prompt tokens", "cached", "computed", "needed", "distinct", "wall / language", "chain s"]
 COUNTS = ("prompt_tokens", "cached_tokens", "computed_tokens", "needed_tokens", "distinct_tokens")
 WAYS = ("language", "sequential HTTP", "concurrent HTTP")
 
@@ -123,8 +126,9 @@ def plain(calls: Sequence[Call]) -> list[tuple[Call, list[dict[str, Any]]]]:
         bodies = [call.body]
         if call.scores:
             body = {name: value for name, value in call.body.items() if name not in ("text", "continuations")}
-            start = {"logprob_start_len": call.body.get("logprob_start_len", len(call.prompt(0)) - call.num_scored(0))}
-            bodies = [{**body, **start, "text": text} for text in call.texts]
+            if "logprob_start_len" not in body:
+                body["logprob_start_len"] = len(call.prompt(0)) - call.num_scored(0)
+            bodies = [{**body, "text": text} for text in call.texts]
         kept.append((call, bodies))
     return kept
 
@@ -136,6 +140,17 @@ def sequential(endpoint: Recording, calls: Sequence[Call]) -> float:
         for body in bodies:
             endpoint.post(body)
     return time.perf_counter() - begin
+
+
+def longest_chain(calls: Sequence[Call], alone: Sequence[Call]) -> float:
+    """Seconds that the calls would take if those that need not wait for each other cost each other nothing. ``alone``: the plain
+    calls as they were made one after the other."""
+    seconds = iter([call.end - call.start for call in alone])
+    chains: list[tuple[Call, float]] = []
+    for call, bodies in plain(calls):
+        before = max((chain for earlier, chain in chains if earlier.end <= call.start), default=0.0)
+        chains.append((call, before + max(next(seconds) for _ in bodies)))
+    return max(chain for _, chain in chains)
 
 
 def concurrent(endpoint: Recording, calls: Sequence[Call]) -> float:
@@ -213,6 +228,8 @@ def measure(url: str, name: str, repeat: int) -> dict[str, dict[str, float]]:
             backend = Recording(url)
             seconds = run(backend, calls)
             found[way] = figures(seconds, sorted(backend.calls, key=lambda call: call.start))
+            if run is sequential:
+                found[way]["chain_seconds"] = longest_chain(calls, backend.calls)
             backend.shutdown()
         best = {way: min((best.get(way, of), of), key=lambda of: of["seconds"]) for way, of in found.items()}
     endpoint.shutdown()
@@ -222,7 +239,8 @@ def measure(url: str, name: str, repeat: int) -> dict[str, dict[str, float]]:
 def row(name: str, way: str, of: dict[str, float], language: dict[str, float]) -> list[str]:
     counts = [number(int(of[key])) for key in COUNTS]
     label = f"{name}, {way}"
-    return [label, number(int(of["calls"])), number(of["seconds"]), *counts, number(of["seconds"] / language["seconds"])]
+    chain = number(of["chain_seconds"]) if "chain_seconds" in of else ""
+    return [label, number(int(of["calls"])), number(of["seconds"]), *counts, number(of["seconds"] / language["seconds"]), chain]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from bench_frontend import PROGRAMS, Call, distinct_tokens, example, figures, plain, through_the_language
+from bench_frontend import (
+    PROGRAMS,
+    Call,
+    distinct_tokens,
+    example,
+    figures,
+    longest_chain,
+    needed_tokens,
+    plain,
+    through_the_language,
+)
 from server import Server, running
 
 from banyan.lang.backend.runtime_endpoint import RuntimeEndpoint
@@ -44,20 +55,30 @@ def test_program(smollm2: Server, name: str) -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("name", ["self_consistency"])  # others share less than what the scheduler waits a step for
+@pytest.mark.parametrize("name", ["self_consistency", "few_shot_classification", "react"])
 def test_what_is_shared_is_computed_once(smollm2: Server, name: str) -> None:
     endpoint = RuntimeEndpoint(smollm2.url)
     assert endpoint.flush_cache()
     seconds, calls = through_the_language(smollm2.url, name)
     found = figures(seconds, calls)
-    assert found["computed_tokens"] <= found["distinct_tokens"] * 1.02
+    assert found["computed_tokens"] <= found["needed_tokens"] * 1.02
+    assert found["needed_tokens"] <= found["distinct_tokens"] * 1.02, "beyond the tree there is the last token of each output only"
     assert found["cached_tokens"] > found["computed_tokens"]
     endpoint.shutdown()
 
 
-def call(prompt: list[int], output: list[int], **body: object) -> Call:
+def call(prompt: list[int], output: list[int], num_scored: int = 0, **body: object) -> Call:
     whole = {"text": "x", "sampling_params": {"max_new_tokens": len(output)}, **body}
-    return Call(whole, 0.0, 1.0, [{"prompt_token_ids": prompt, "output_ids": output, "meta_info": {}}])
+    return Call(whole, 0.0, 1.0, [answer(prompt, output, num_scored)])
+
+
+def answer(prompt: list[int], output: list[int], num_scored: int) -> dict[str, Any]:
+    return {"prompt_token_ids": prompt, "output_ids": output, "meta_info": {"input_token_logprobs": [None] * num_scored}}
+
+
+def choices(*prompts: list[int], num_scored: int) -> Call:
+    body = {"text": "x", "continuations": [], "return_logprob": True, "sampling_params": {"max_new_tokens": 0}}
+    return Call(body, 0.0, 1.0, [answer(prompt, [], num_scored) for prompt in prompts])
 
 
 def test_distinct_tokens_are_those_of_a_tree() -> None:
@@ -65,8 +86,36 @@ def test_distinct_tokens_are_those_of_a_tree() -> None:
     assert distinct_tokens([call([1, 2, 3], [4]), call([1, 9, 3], [4]), call([1, 2, 3], [8])]) == 3 + 2 + 1
 
 
+def test_needed_tokens_are_those_whose_computation_nobody_can_save() -> None:
+    assert needed_tokens([call([1, 2, 3], [4, 5]), call([1, 2, 3, 4, 5, 6], [7])]) == 3 + 2, "5 was sampled, not computed"
+    assert needed_tokens([call([1, 2, 3], [4]), call([1, 9, 3], [4]), call([1, 2, 3], [8])]) == 3 + 2 + 1
+    assert needed_tokens([choices([1, 2, 3], [1, 2, 4], num_scored=1)]) == 2
+    assert needed_tokens([call([1, 2], [9]), choices([1, 2, 3], [1, 2, 4], num_scored=1)]) == 2 + 1
+    assert needed_tokens([call([1, 2], [9]), choices([1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 4, 5], num_scored=2)]) == 2 + 1 + 2
+    alone = call([1, 2, 3, 5], [], num_scored=2, return_logprob=True)
+    assert needed_tokens([alone, alone]) == 3 + 2, "the logits of two places are asked for again"
+
+
 def test_plain_calls_have_no_requests_for_the_cache_and_one_per_choice() -> None:
-    scores = call([1], [], text=["xa", "xb"], return_logprob=True)
+    scores = call([1], [], text=["xa", "xb"], return_logprob=True, logprob_start_len=0)
     asked, warmed = call([1], [5]), call([1], [])
-    assert [len(bodies) for _, bodies in plain([warmed, asked, scores])] == [1, 2]
+    at_once = choices([1, 2, 3], [1, 2, 4], num_scored=1)
+    at_once.body["continuations"] = ["a", "b"]
+    assert [len(bodies) for _, bodies in plain([warmed, asked, scores, at_once])] == [1, 2, 2]
     assert [body["text"] for body in plain([scores])[0][1]] == ["xa", "xb"]
+    assert [(body["text"], body["logprob_start_len"]) for body in plain([at_once])[0][1]] == [("xa", 2), ("xb", 2)]
+    assert all("continuations" not in body for body in plain([at_once])[0][1])
+
+
+def test_the_longest_chain_is_made_of_calls_that_wait_for_each_other() -> None:
+    def at(start: float, end: float, num_choices: int = 0) -> Call:
+        made = choices(*[[1, 2]] * num_choices, num_scored=1) if num_choices else call([1], [2])
+        made.start, made.end = start, end
+        made.body |= {"continuations": ["a"] * num_choices} if num_choices else {}
+        return made
+
+    program = [at(0, 2), at(0, 3), at(2, 4), at(3.5, 5, num_choices=2)]
+    alone = [at(10, 15), at(15, 16), at(16, 18), at(18, 19), at(19, 22)]  # 5, 1, 2 and the choices 1 and 3
+    assert longest_chain(program, alone) == 5 + 3
+    alone[1] = at(15, 25)
+    assert longest_chain(program, alone) == 10 + 3
