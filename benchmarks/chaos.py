@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from server import Server, oracle_folder, until
@@ -86,8 +87,8 @@ class Chaos:
     def run(self, only: str) -> list[Outcome]:
         found = []
         for scenario in (
-            *(self.kill_scheduler, self.kill_detokenizer, self.kill_main, self.stop_scheduler, self.port_taken),
-            *(self.disk_full, self.slow_readers, self.half_open, self.idle_connections),
+            *(self.kill_scheduler, self.kill_detokenizer, self.kill_controller, self.kill_replica, self.kill_main),
+            *(self.stop_scheduler, self.port_taken, self.disk_full, self.slow_readers, self.half_open, self.idle_connections),
         ):
             if only in scenario.__name__:
                 found.append(scenario())
@@ -104,8 +105,8 @@ class Chaos:
         finally:
             server.close()
 
-    def _kill(self, name: str) -> Outcome:
-        with self._server() as server:
+    def _kill(self, name: str, *options: str) -> Outcome:
+        with self._server(*options) as server:
             before = served(server)
             with Load(server) as load:
                 begin = time.monotonic()
@@ -123,6 +124,24 @@ class Chaos:
 
     def kill_detokenizer(self) -> Outcome:
         return self._kill("detokenizer")
+
+    def kill_controller(self) -> Outcome:
+        return self._kill("controller", "--dp-size", "2")
+
+    def kill_replica(self) -> Outcome:
+        with self._server("--dp-size", "2") as server:
+            before = served(server)
+            with Load(server) as load:
+                begin = time.monotonic()
+                psutil.Process(server.children()["controller"].pid).children()[0].kill()
+                until(lambda: " is lost: " in server.text())
+                assert served(server) == before
+                seconds = time.monotonic() - begin
+                until(lambda: " serves again" in server.text(), PATIENCE)
+                both = time.monotonic() - begin
+            until(server.at_rest)
+            server.terminate()
+        return Outcome(f"kill -9 of one of two replicas under load (both again after {both:.1f} s)", load.saw(), seconds)
 
     def kill_main(self) -> Outcome:
         with self._server() as server, Load(server) as load:
@@ -164,17 +183,17 @@ class Chaos:
 
     def disk_full(self) -> Outcome:
         target = Path(tempfile.mkdtemp(dir=self._folder))
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(target)], capture_output=True)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(target)], capture_output=True)
         if mounted.returncode:
             return Outcome("disk full", "not tried: no right to mount a small file system", None)
         try:
             with self._server("--record-decisions", str(target / "record.jsonl"), "--crash-dump-folder", str(target)) as server:
                 with Load(server) as load:
-                    until(lambda: "No space left on device" in server.text())
+                    until(lambda: "No space left on device" in server.text(), PATIENCE)
                 until(server.at_rest)
                 server.terminate()
         finally:
-            subprocess.run(["umount", str(target)], check=True)
+            until(lambda: subprocess.run(["umount", str(target)], capture_output=True).returncode == 0)  # the processes are gone
         return Outcome("disk full under --record-decisions", f"{load.saw()}; the record ends with a line in the log", None)
 
     def slow_readers(self) -> Outcome:

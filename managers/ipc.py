@@ -30,13 +30,15 @@ T = TypeVar("T")
 
 
 class IpcNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Addresses of one engine's sockets, named after their reader. token: the secret of those that are TCP."""
+    """Addresses of one engine's sockets, named after their reader. token: the secret of those that are TCP. borrowed: the directory
+    outlives the parent of who reads this, as that of a controller of replicas does."""
 
     directory: str
     scheduler: str
     detokenizer: str
     tokenizer: str
     token: str = ""
+    borrowed: bool = False
 
     @classmethod
     def create(cls) -> IpcNames:

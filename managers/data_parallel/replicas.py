@@ -80,7 +80,7 @@ class ReplicaGroup:
     def new_ipc(self) -> IpcNames:
         ipc, self._run = self._config.ipc, self._run + 1
         own = f"ipc://{ipc.directory}/{{}}-{self._index}" + (f"-{self._run}" if self._run > 1 else "")
-        return msgspec.structs.replace(ipc, scheduler=own.format("scheduler"), tokenizer=own.format("replies"))
+        return msgspec.structs.replace(ipc, scheduler=own.format("scheduler"), tokenizer=own.format("replies"), borrowed=True)
 
     def start(self, ipc: IpcNames) -> None:
         layout = msgspec.structs.replace(self._config.layout, replica=self._index, num_replicas=self._config.dp_size)

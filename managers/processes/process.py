@@ -81,8 +81,8 @@ def _watch_parent(stdin: BinaryIO, config: Any) -> None:
             readable, _, _ = select.select([stdin], [], [], PARENT_POLL)
             if readable and not os.read(stdin.fileno(), 1024):
                 break
-        # The parent cannot clean up any more, if it was killed.
-        config.ipc.remove()
+        if not config.ipc.borrowed:  # the parent cannot clean up any more, if it was killed
+            config.ipc.remove()
         os._exit(EXIT_ORPHAN)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()

@@ -134,6 +134,19 @@ def test_of_a_replica_that_is_killed_under_load_what_had_begun_fails_and_the_res
         assert server.post({**CANARY, "data_parallel_rank": 0}).json()["output_ids"] == expected
 
 
+@pytest.mark.nightly
+def test_a_controller_that_is_killed_comes_back_with_its_replicas(model: str, tmp_path: Path) -> None:
+    with running(model, tmp_path, "--dp-size", "2") as server:
+        expected = server.generate(**CANARY)["output_ids"]
+        before = children(server, "scheduler")
+        stream = Reader(server, text="a", sampling_params={"max_new_tokens": 3900, "temperature": 0, "ignore_eos": True})
+        server.children()["controller"].kill()
+        assert stream.last()["error"]["type"] == "EngineRestartError"
+        assert server.generate(**CANARY)["output_ids"] == expected, "it waited"
+        until(lambda: all_gone({str(process.pid): process for process in before}))
+        until(lambda: ranks_of_loads(server) == [0, 1])
+
+
 @pytest.mark.parametrize(
     "options",
     [["--tp-size", "2"], pytest.param(["--pp-size", "2", "--dp-size", "2"], marks=pytest.mark.nightly)],

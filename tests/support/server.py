@@ -84,7 +84,7 @@ class Server:
 
     def children(self) -> dict[str, psutil.Process]:
         found = psutil.Process(self.process.pid).children()
-        return {name: child for child in found for name in ("scheduler", "detokenizer") if name in child.cmdline()}
+        return {name: child for child in found for name in ("scheduler", "detokenizer", "controller") if name in child.cmdline()}
 
     def directories(self) -> list[Path]:
         """The socket directories that exist."""
