@@ -53,8 +53,8 @@ class IpcNames(msgspec.Struct, frozen=True, kw_only=True):
             directory = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
         _sweep(Path(directory).parent)
         _lock(directory)
-        names = {name: f"ipc://{directory}/{name}" for name in ("scheduler", "detokenizer", "tokenizer")}
-        return cls(directory=directory, **names)
+        scheduler, detokenizer, tokenizer = (f"ipc://{directory}/{name}" for name in ("scheduler", "detokenizer", "tokenizer"))
+        return cls(directory=directory, scheduler=scheduler, detokenizer=detokenizer, tokenizer=tokenizer)
 
     def remove(self) -> None:
         """Delete the directory and the socket files in it. Idempotent."""
