@@ -198,6 +198,24 @@ def test_a_head_without_end_is_cut_off(served: Any) -> None:
         assert served.client.post("/generate", json=body).status_code == 200
 
 
+@pytest.mark.parametrize(
+    "offer", ["Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings", "Connection: upgrade\r\nuPgrade: websocket"]
+)
+def test_an_offer_of_another_protocol_does_not_cost_the_body(served: Any, offer: str) -> None:
+    body = b'{"text": "a\\r\\nupgrade: b"}'
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\n{offer}\r\nHTTP2-Settings: AAMAAABk\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
+        for _ in range(3):  # the connection goes on
+            sock.sendall(head.encode() + body)
+            reply = b""
+            while b'"response_sent_to_client_ts"' not in reply:
+                part = sock.recv(65536)
+                assert part, reply
+                reply += part
+            assert reply.startswith(b"HTTP/1.1 200")
+    assert len(served.manager.seen[0].input_ids) == 4 * (1 + len("a\r\nupgrade: b"))
+
+
 @pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (400, False), (404, False)])
 def test_who_may_try_again_is_told_when(served: Any, status: int, again: bool) -> None:
     from banyan.managers.errors import RequestError
