@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import deque
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .auth import MAX_HEAD_BYTES
 
@@ -18,11 +20,25 @@ class HeadLimitProtocol(HttpToolsProtocol):
 
     A client may offer to go on in HTTP/2 (Java's does with every request) and must be answered in HTTP/1.1 by a server that does
     not want to. The parser takes the offer as accepted and would lose the body, so it does not get to see it.
+
+    When the client goes, every request that it has sent ahead must know: uvicorn tells the newest alone.
     """
 
     _in_head = True
     _is_fresh = True  # nothing of the next request has come
     _num_bytes = 0
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._unanswered: deque[RequestResponseCycle] = deque()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for cycle in self._unanswered:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+        self._unanswered.clear()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         began_before = self._in_head
@@ -41,6 +57,10 @@ class HeadLimitProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         super().on_headers_complete()
+        while self._unanswered and self._unanswered[0].response_complete:
+            self._unanswered.popleft()
+        if self.cycle is not None:
+            self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         self._is_fresh = True

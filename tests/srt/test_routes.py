@@ -216,6 +216,21 @@ def test_an_offer_of_another_protocol_does_not_cost_the_body(served: Any, offer:
     assert len(served.manager.seen[0].input_ids) == 4 * (1 + len("a\r\nupgrade: b"))
 
 
+def test_all_that_a_client_sent_ahead_knows_that_it_has_gone(served: Any, wait_for: Any, caplog: pytest.LogCaptureFixture) -> None:
+    served.manager.hold = 1
+    body = b'{"text": "a", "stream": true}'
+    request = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as sock:
+        sock.sendall(request)
+        sock.recv(100)  # the first is under way
+        sock.sendall(request + b"no HTTP\r\n\r\n")  # which ends the connection
+        while sock.recv(1000):
+            pass
+    wait_for(lambda: served.manager.aborted)
+    assert len(served.manager.seen) == 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 @pytest.mark.parametrize(("status", "again"), [(429, True), (503, True), (400, False), (404, False)])
 def test_who_may_try_again_is_told_when(served: Any, status: int, again: bool) -> None:
     from banyan.managers.errors import RequestError
