@@ -17,8 +17,10 @@ import httpx
 import pytest
 from server import Server, until
 
+import banyan as bn
+
 CLIENTS = Path(os.environ.get("BANYAN_CLIENTS") or "/nowhere")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 PROMPT = "the quick brown fox jumps over the lazy dog " * 4
 # The package's __init__ wants every library of its engine; the load generator does not.
 LOAD_GENERATOR = """
@@ -32,6 +34,7 @@ unused.FAKE_BOOTSTRAP_HOST = ""
 sys.modules |= {"sglang": package, unused.__name__: unused}
 runpy.run_module("sglang.benchmark.serving", run_name="__main__", alter_sys=True)
 """
+CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 TASK = """
 task: choices
 dataset_path: json
@@ -42,6 +45,50 @@ doc_to_text: "{{question}}"
 doc_to_choice: "{{choices}}"
 doc_to_target: answer
 metric_list: [{metric: acc}]
+"""
+
+# Asks in every way that programs ask through LiteLLM, and tells what came.
+LITELLM = """
+import asyncio, json, sys
+import litellm
+litellm.suppress_debug_info = True
+url, name = sys.argv[1:]
+shared = {"api_base": url + "/v1", "api_key": "key", "max_retries": 0, "temperature": 0, "max_tokens": 8}
+chat = {"model": "openai/" + name, "messages": [{"role": "user", "content": "hello there"}], **shared}
+text = {"model": "text-completion-openai/" + name, "prompt": "the quick brown", **shared}
+
+def joined(chunks):
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+async def several():
+    answers = await asyncio.gather(*[litellm.acompletion(**chat) for _ in range(4)])
+    return [answer.choices[0].message.content for answer in answers]
+
+def refused(**more):
+    try:
+        litellm.completion(**{**chat, **more})
+    except Exception as error:
+        return type(error).__name__, getattr(error, "status_code", None)
+
+whole = litellm.completion(**chat)
+chunks = list(litellm.completion(**chat, stream=True, stream_options={"include_usage": True}))
+schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a", "b"]}}}
+told = {
+    "chat": whole.choices[0].message.content,
+    "usage": [whole.usage.prompt_tokens, whole.usage.completion_tokens],
+    "stream": joined(chunks),
+    "stream_usage": [chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None)][-1],
+    "async": asyncio.run(several()),
+    "choices": len(litellm.completion(**chat, n=3).choices),
+    "logprobs": len(litellm.completion(**chat, logprobs=True, top_logprobs=2).choices[0].logprobs.content),
+    "text": litellm.text_completion(**text).choices[0].text,
+    "extra": litellm.completion(**{**chat, "extra_body": {"regex": "(yes|no)"}}).choices[0].message.content,
+    "schema": litellm.completion(**chat, response_format=schema).choices[0].message.content,
+    "bad": refused(extra_body={"top_k": -7}),
+    "long": refused(messages=[{"role": "user", "content": "a b c " * 5000}]),
+    "unknown": refused(model="openai/" + name + "/no"),
+}
+print(json.dumps(told))
 """
 
 pytestmark = pytest.mark.nightly
@@ -164,3 +211,37 @@ def test_guidellm(workers: list[Server], tokenizer: str, tmp_path: Path) -> None
         folder=tmp_path,
     )
     assert "successful=20 errored=0" in told, told[-3000:]
+
+
+@pytest.mark.timeout(700)
+def test_litellm(start: Callable[..., Server], tmp_path: Path) -> None:
+    """What it asks for comes as through our language's OpenAI backend, and errors are the exceptions that they should be."""
+    python = program("litellm", "python")
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    server = start("--served-model-name", "tiny", "--chat-template", str(tmp_path / "chat.jinja"), "--context-length", "1024")
+    server.wait_ready()
+    lines = run(python, "-c", LITELLM, server.url, "tiny", folder=tmp_path).splitlines()
+    (told,) = [json.loads(line) for line in lines if line.startswith("{")]
+    asked: Any = {"base_url": f"{server.url}/v1", "api_key": "key", "dialect": "sglang"}
+    chat, text = bn.OpenAI("tiny", **asked), bn.OpenAI("tiny", is_chat_model=False, **asked)
+
+    @bn.function
+    def talk(s: Any) -> None:
+        s += bn.user("hello there")
+        s += bn.assistant(bn.gen("answer", max_tokens=8))
+
+    @bn.function
+    def go_on(s: Any) -> None:
+        s += "the quick brown" + bn.gen("answer", max_tokens=8)
+
+    expected = talk.run(backend=chat, temperature=0)["answer"]
+    assert {told["chat"], told["stream"], *told["async"]} == {expected}
+    assert told["text"] == go_on.run(backend=text, temperature=0)["answer"]
+    assert told["usage"][1] == told["stream_usage"] == told["logprobs"]
+    assert told["choices"] == 3
+    assert told["extra"] in ("yes", "no")
+    assert told["schema"] in ('"a"', '"b"')
+    assert told["bad"] == ["BadRequestError", 400]
+    assert told["long"] == ["ContextWindowExceededError", 400]
+    assert told["unknown"] == ["NotFoundError", 404]
+    server.terminate()
