@@ -3,6 +3,7 @@ with every kind of weights and attention on a CPU."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -79,3 +80,32 @@ def test_two_ranks_do_what_one_does(models: list[str], kind: str) -> None:
     assert same_of_two == same
     assert same["session"][1][1] > len(PROMPTS[0]), "a turn finds the one before in the cache"
     np.testing.assert_allclose(logprobs_of_two, logprobs, atol=tolerance)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "no overlap, pages of 16, chunks": {"disable_overlap_schedule": True, "page_size": 16, "chunked_prefill_size": 16},
+    "tp 2": {"tp_size": 2, "check_decisions": True},
+    "pp 2, chunks": {"pp_size": 2, "check_decisions": True, "chunked_prefill_size": 16},
+    "dp 2": {"dp_size": 2},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scores_of_continuations_are_those_of_whole_texts(models: list[str], shape: str) -> None:
+    """Scored together without their last tokens, on an empty cache and on a full one, while others decode."""
+    prompt, own = PROMPTS[0], [[50], [51, 52], [51, 53], [51, 52, 54, 55], [56, 57]]
+    asked: dict[str, Any] = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+
+    def scores(answers: Any) -> list[float]:
+        return [entry[0] for answer in answers for entry in answer["meta_info"]["input_token_logprobs"]]
+
+    with Engine(model_path=models[0], dtype="float32", max_total_tokens=1024, **SHAPES[shape]) as engine:
+        with ThreadPoolExecutor(1) as pool:
+            beside = pool.submit(engine.generate, input_ids=PROMPTS, sampling_params={**GREEDY, "max_new_tokens": 60})
+            found = [scores(engine.generate(input_ids=prompt, continuations=own, **asked)) for _ in range(3)]
+            beside.result()
+        wholes = [[*prompt, *tokens] for tokens in own]
+        expected = scores(engine.generate(input_ids=wholes, logprob_start_len=len(prompt), **asked))
+    for each in found:
+        np.testing.assert_allclose(each, expected, atol=2e-5)
