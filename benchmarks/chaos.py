@@ -188,8 +188,10 @@ class Chaos:
             return Outcome("disk full", "not tried: no right to mount a small file system", None)
         try:
             with self._server("--record-decisions", str(target / "record.jsonl"), "--crash-dump-folder", str(target)) as server:
+                # the record is written whenever nothing else is to do
+                until(lambda: served(server) and "No space left on device" in server.text(), PATIENCE)
                 with Load(server) as load:
-                    until(lambda: "No space left on device" in server.text(), PATIENCE)
+                    served(server)
                 until(server.at_rest)
                 server.terminate()
         finally:

@@ -32,6 +32,7 @@ SAMPLE = 2.0  # seconds between two looks at the processes
 RSS_GROWTH, FD_GROWTH, THREAD_GROWTH = 0.05, 4.0, 2.0  # over the time after the warm-up; RSS as a share
 ERRORS = 2.0  # standard errors of a slope that are no growth: connections come and go
 P99_RATIO, COST_RATIO = 3.0, 1.5  # of the last third to the middle third
+WINDOWS = 5  # of each third
 YARDSTICK = 30_000  # steps of a loop that takes about a millisecond
 YARDSTICK_INTERVAL = 0.05
 
@@ -214,18 +215,26 @@ class Soak:
         length = times[-1] - times[0]
         return slope * length, error * length
 
-    def _third(self, when: float) -> int:
+    def _part(self, when: float, parts: int) -> int:
+        """Which of so many equal parts of the run it was in."""
         begin = self.samples[0].when
-        return int((when - begin) * 3 / (self.end - begin))
+        return int((when - begin) * parts / (self.end - begin))
 
     def p99(self, third: int, timed: list[tuple[float, float]] | None = None) -> float:
-        """Of what ended in a third of the run; by default of seconds per token of plain requests."""
-        values = sorted(seconds for when, seconds in (self.latencies if timed is None else timed) if self._third(when) == third)
-        return values[min(int(len(values) * 0.99), len(values) - 1)] if values else 0.0
+        """Of what ended in a third of the run; by default of seconds per token of plain requests.
+
+        It is the median of those of its windows: one stall of the machine hits all clients at once, but one window only.
+        """
+        windows: dict[int, list[float]] = {}
+        for when, seconds in self.latencies if timed is None else timed:
+            windows.setdefault(self._part(when, 3 * WINDOWS), []).append(seconds)
+        found = [sorted(windows.get(number, ())) for number in range(third * WINDOWS, (third + 1) * WINDOWS)]
+        tails = [values[min(int(len(values) * 0.99), len(values) - 1)] for values in found if values]
+        return statistics.median(tails) if tails else 0.0
 
     def cost(self, third: int) -> float:
         """CPU seconds per request in a third of the run; others on the machine have no part in it."""
-        kept = [sample for sample in self.samples if self._third(sample.when) == third]
+        kept = [sample for sample in self.samples if self._part(sample.when, 3) == third]
         requests = kept[-1].requests - kept[0].requests if kept else 0
         return (kept[-1].cpu - kept[0].cpu) / requests if requests else 0.0
 

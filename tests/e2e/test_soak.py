@@ -48,6 +48,7 @@ def judged(end: float = 300.0, **more: Callable[[float, random.Random], float]) 
         ({"latency": lambda when, draw: 6 if when > 220 else 0}, ["p99"]),
         ({"latency": lambda when, draw: 9 if when > 100 else 0, "machine": lambda when, draw: 9 if when > 200 else 0}, []),
         ({"machine": lambda when, draw: 9 if when > 220 else 0}, []),
+        ({"latency": lambda when, draw: 300 if 210 < when < 214 else 0}, []),
         ({"cpu": lambda when, draw: (when / 50) ** 2}, ["a"]),
     ],
     ids=[
@@ -58,6 +59,7 @@ def judged(end: float = 300.0, **more: Callable[[float, random.Random], float]) 
         "slower",
         "slower before",
         "a busy machine",
+        "a stall",
         "dearer",
     ],
 )
