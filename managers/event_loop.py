@@ -9,7 +9,7 @@ from typing import Protocol
 from ..model_executor.step import ModelInfo, StepHandle
 from .schedule_batch import ScheduleBatch
 
-LONG_STEP = {"cpu": 16}  # tokens from which a step takes a hundred times as long as the host's work for it, by device
+LONG_STEP = {"cpu": 2}  # tokens from which a step is so long that overlap hides too little of the host's work, by device
 
 
 class Verbs(Protocol):
