@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .errors import RequestError
-from .generation import Generation, Output
+from .generation import Generation, Output, written
 from .io_struct import FinishReason, RowHidden
 from .logprobs.logprob_json import TokenTexts, logprobs_json
 
@@ -92,7 +92,7 @@ class GenerateFormat:
                     known = totals.setdefault(output.index, output)
                     if known is not output:
                         known.merge(output)
-                item = self.item(known)
+                item = await written(self.item, known)
                 if not self._generation.is_single:
                     item["index"] = output.index
                 yield item
@@ -112,7 +112,7 @@ class GenerateFormat:
         refused = [reason for reason in reasons if reason is not None and reason.status_code is not None]
         if refused and len(refused) == len(reasons):
             raise _refusal(refused[0])
-        items = [self.item(totals[index]) for index in sorted(totals)]
+        items = [await written(self.item, totals[index]) for index in sorted(totals)]
         return items[0] if self._generation.is_single else items
 
 

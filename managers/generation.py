@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,11 @@ UNSUPPORTED = (
     "return_sampling_mask",
     "disagg_prefill_dp_rank",
 )
+
+
+T = TypeVar("T")
+
+LARGE_BYTES = 16 << 10  # of 32-bit numbers; writing them takes about ten milliseconds
 
 
 class GenerateInput(msgspec.Struct, kw_only=True):
@@ -115,6 +120,14 @@ class Output(msgspec.Struct, kw_only=True):
     first_token_latency: float | None = None  # seconds from start to the first token, None before
     phases: dict[str, float] = {}  # seconds by phase, with the finishing row
 
+    @property
+    def is_large(self) -> bool:
+        """It holds so many numbers that writing them would keep the event loop from others."""
+        row, hidden = self.logprobs, self.hidden
+        columns = [] if row is None else [each for each in (row.input, row.output) if each is not None]
+        size = sum(len(each.values) + len(each.top_values) + len(each.id_values) for each in columns)
+        return size + (len(hidden.values) if hidden is not None else 0) > LARGE_BYTES
+
     def merge(self, later: Output) -> None:
         """Append what came later for the same choice."""
         self.text += later.text
@@ -143,6 +156,11 @@ def unstarted_output(index: int, prompt_tokens: int, reason: FinishReason) -> Ou
         cached_tokens=0,
         num_retractions=0,
     )
+
+
+async def written(write: Callable[[Output], T], output: Output) -> T:
+    """``write(output)``, beside the event loop if it is large. Nobody else may change what ``write`` changes meanwhile."""
+    return await asyncio.to_thread(write, output) if output.is_large else write(output)
 
 
 def output_of_row(rows: TextOutput, row: int, *, index: int, token_ids: list[int]) -> Output:

@@ -12,10 +12,11 @@ import msgspec
 
 from .errors import RequestError
 from .generation import GenerateInput
-from .io_struct import GenerateReq
+from .io_struct import GenerateReq, LogprobParams
 
 MAX_CHOICES = 1 << 16  # prompts times n of one request
 MAX_COPIED_BYTES = 128 << 20  # of parameters, and of prompts beyond the first sample's, over all choices of a request
+MAX_ALTERNATIVES = 8 << 20  # log-probabilities besides those of the prompts' own tokens
 MAX_JOINED = 32 << 20  # characters or ids of one prompt put before many continuations
 
 
@@ -43,10 +44,11 @@ def check_joined(prompt: Sized, items: Sized, field: str) -> None:
 
 
 class CopyBudget:
-    """Of one request: what its choices take that the client sent once."""
+    """Of one request: what its choices take that the client sent once, and what it wants to hear of its prompts' tokens."""
 
     def __init__(self) -> None:
         self._left = MAX_COPIED_BYTES
+        self._num_alternatives = 0
         self._encoder = msgspec.msgpack.Encoder()
 
     def take(self, message: GenerateReq, copies: int) -> None:
@@ -58,4 +60,18 @@ class CopyBudget:
                 f"The request is too large: its parameters, which count for each choice, and its prompts, for each sample beyond"
                 f" the first, take more than {MAX_COPIED_BYTES >> 20} MiB.",
                 param="n" if copies > 1 else "sampling_params",
+            )
+
+    def tell(self, logprobs: LogprobParams | None, prompt_len: int, copies: int) -> None:
+        """So many choices want these of a prompt. Raises RequestError when all together are too many."""
+        if logprobs is None:
+            return
+        num_ids = len(logprobs.token_ids)
+        self._num_alternatives += (prompt_len - logprobs.start_len) * (logprobs.top_num + num_ids) * copies
+        if self._num_alternatives > MAX_ALTERNATIVES:
+            param = "token_ids_logprob" if num_ids > logprobs.top_num else "top_logprobs_num"
+            raise RequestError(
+                f"{param}: the prompts have {self._num_alternatives} log-probabilities of alternatives or more, at most"
+                f" {MAX_ALTERNATIVES} can be told; ask for fewer, or in several requests.",
+                param=param,
             )

@@ -122,6 +122,7 @@ class RequestValidator:
         budget, bad_words = CopyBudget(), dict[int, list[list[int]]]()  # by the list of words, which prompts may share
         for index, ids in enumerate(prompts):
             logprobs = with_start(plan.logprobs[index], len(ids), default=start)
+            budget.tell(logprobs, len(ids), plan.n)
             own = embeds[index][: len(ids)] if embeds else None
             if own is not None and logprobs is not None and logprobs.start_len < len(ids):
                 raise RequestError("logprob_start_len: embeddings have no log-probabilities.", param="logprob_start_len")

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...managers.generation import GenerateInput, Generation
+from ...managers.generation import GenerateInput, Generation, written
 from ...managers.logprobs.logprob_json import TokenTexts
 from ...managers.reasoning.count import ReasoningCount
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
@@ -76,8 +76,8 @@ async def _start(state: ServerState, body: ChatBody, plan: ChatPlan) -> tuple[Ge
 
 async def _answer(state: ServerState, body: ChatBody, plan: ChatPlan, reply: Reply) -> dict[str, Any]:
     generation, choices, usage = await _start(state, body, plan)
-    written = [choices.whole(output) for output in await collect(generation, usage)]
-    return {**reply.body(written, usage.body()), "metadata": {"weight_version": state.engine().config.weight_version}}
+    answers = [await written(choices.whole, output) for output in await collect(generation, usage)]
+    return {**reply.body(answers, usage.body()), "metadata": {"weight_version": state.engine().config.weight_version}}
 
 
 async def _chunks(state: ServerState, body: ChatBody, plan: ChatPlan, reply: Reply) -> AsyncGenerator[dict[str, Any]]:
@@ -87,7 +87,7 @@ async def _chunks(state: ServerState, body: ChatBody, plan: ChatPlan, reply: Rep
         async for output in generation:
             usage.add(output)
             running = usage.body() if body.wants_running_usage() else None
-            for choice in choices.deltas(output):
+            for choice in await written(choices.deltas, output):
                 yield reply.body([choice], running)
     finally:
         generation.abort()

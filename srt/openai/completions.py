@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...managers.errors import RequestError
-from ...managers.generation import GenerateInput, Generation, Output
+from ...managers.generation import GenerateInput, Generation, Output, written
 from ...managers.tokenizer_manager import TokenizerManager
 from ..http_io import JSONReply, apply_headers, event_stream, gone, parse_body, require_json, unless_disconnected
 from ..server_state import state_of
@@ -126,7 +126,7 @@ async def _answer(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> d
     outputs = await collect(generation, usage)
     echoes = await _echoes(tm, body, generation)
     writer = _Choices(tm, body, generation, echoes)
-    choices = [writer.write(output) for output in outputs]
+    choices = [await written(writer.write, output) for output in outputs]
     return {**reply.body(choices, usage.body()), "metadata": {"weight_version": tm.config.weight_version}}
 
 
@@ -139,7 +139,7 @@ async def _chunks(tm: TokenizerManager, body: CompletionBody, reply: Reply) -> A
         tells_tokens = body.return_token_ids or body.logprobs is not None
         async for output in generation:
             usage.add(output)
-            choice = writer.write(output)
+            choice = await written(writer.write, output)
             if choice["text"] or output.finish_reason or (tells_tokens and output.token_ids):
                 yield reply.body([choice], usage.body() if body.wants_running_usage() else None)
     finally:

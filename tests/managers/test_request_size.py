@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +13,8 @@ from banyan.managers import request_size
 from banyan.managers.config import ModelInfo, SchedulerInfo, TokenizerManagerConfig
 from banyan.managers.continuations import continued
 from banyan.managers.errors import RequestError
-from banyan.managers.generation import GenerateInput
+from banyan.managers.generation import GenerateInput, output_of_row, written
+from banyan.managers.io_struct import LogprobColumns, RowLogprobs, TextOutput
 from banyan.managers.ipc import IpcNames
 from banyan.managers.request_size import MAX_CHOICES, MAX_COPIED_BYTES, MAX_JOINED, is_batch
 from banyan.managers.request_validator import RequestValidator
@@ -127,6 +130,44 @@ def test_one_prompt_before_many_texts() -> None:
         assert caught.value.param == "items"
     assert len(continued(["x" * 1000], ["a"] * 1000, single=True, kind=str)) == 1000
     assert MAX_JOINED < 1000 * 60_000
+
+
+def test_alternatives_at_every_token_of_a_prompt(validator: RequestValidator) -> None:
+    wish = {"return_logprob": True, "logprob_start_len": 0}
+    named = {**wish, "token_ids_logprob": list(range(500))}
+    error = refused(validator, input_ids=[5] * 19_000, **named)
+    assert (error.param, "9500000" in error.message) == ("token_ids_logprob", True)
+    assert refused(validator, input_ids=[[5] * 1000] * 500, **wish, top_logprobs_num=20).param == "top_logprobs_num"
+    assert (
+        refused(validator, input_ids=[5] * 19_000, **wish, top_logprobs_num=20, sampling_params={"n": 30}).param
+        == "top_logprobs_num"
+    )
+    for body in ({**named, "logprob_start_len": 18_000}, {**wish, "top_logprobs_num": 20}, {**named, "logprob_start_len": -1}):
+        assert len(validator.prepare(validator.plan(GenerateInput.parse({"input_ids": [5] * 19_000, **body})))) == 1
+
+
+@pytest.mark.parametrize("num_values", [10, 100_000])
+def test_large_outputs_are_written_beside_the_loop(num_values: int) -> None:
+    values = b"\0\0\0\0" * num_values
+    row = RowLogprobs(output=LogprobColumns(values=values))
+    rows = TextOutput(
+        rids=["a"],
+        texts=["x"],
+        token_ids=b"",
+        num_ids=[0],
+        finish_reasons=[None],
+        prompt_tokens=[1],
+        completion_tokens=[0],
+        cached_tokens=[0],
+        num_retractions=[0],
+    )
+    output = output_of_row(rows, 0, index=0, token_ids=[])
+    output.logprobs = row
+
+    async def thread() -> int:
+        return await written(lambda _: threading.get_ident(), output)
+
+    assert (asyncio.run(thread()) == threading.get_ident()) == (num_values == 10)
 
 
 def test_more_prompts_than_choices(validator: RequestValidator) -> None:
