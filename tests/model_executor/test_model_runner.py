@@ -8,7 +8,9 @@ import torch
 import transformers
 
 from banyan.layers.attention import torch_native
-from banyan.model_executor import forward, model_runner
+from banyan.layers.kernels.cpu.library import NotNative
+from banyan.layers.sampler import sample
+from banyan.model_executor import forward, model_runner, weight_form
 from banyan.model_executor.model_runner import ModelRunner
 from banyan.model_executor.step import TOP_K_ALL, ForwardMode, RunnerConfig, SamplingInput, StepInput
 
@@ -252,6 +254,23 @@ def test_inline_and_threaded_runs_sample_the_same(saved, drive):
         assert overlap or handles[-1].done()
         runs.append([handle.wait().next_ids.tolist() for handle in handles])
     assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_drawn_tokens_are_those_of_the_torch_sampler(has_kernels, saved, drive, monkeypatch):
+    _, path = saved(FAMILIES["llama"])
+    if not has_kernels:
+        monkeypatch.setattr(weight_form, "native_kernels", lambda: NotNative("off: a test wants it so"))
+    d, rows = drive(path), 8
+    why = "native (the kernels are there)" if has_kernels else "pytorch (no native kernels: off: a test wants it so)"
+    assert d.runner.info.explain["sampling_backend"] == why
+    lens = [5 + row for row in range(rows)]
+    handle = d.step([(row + 1, ids, True) for row, ids in enumerate(prompts(*lens))], temperature=1.3)
+    seeds, positions = np.arange(rows, dtype=np.int64), np.array(lens, np.int64)
+    ones = np.ones(rows, np.float32)
+    sampling = SamplingInput(ones * 1.3, ones, np.full(rows, TOP_K_ALL, np.int32), ones * 0, seeds, positions)
+    drawn = handle.wait().next_ids.tolist()
+    assert drawn == sample(d.logits[0].clone(), sampling).tolist() != d.logits[0].argmax(-1).tolist()
 
 
 def test_dummy_weights_need_no_checkpoint_and_depend_on_the_seed_only(tmp_path, drive):
