@@ -12,7 +12,7 @@ NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalP
 
 # parser -> (what begins a call, what ends it, which text triggers it, how its arguments are written); {name} is the tool's. Whether
 # the marks are control tokens of a tokenizer, which no text can make, is for the caller to know.
-_TAGS: dict[str, tuple[str, str, str, str]] = {
+TAGS: dict[str, tuple[str, str, str, str]] = {
     "hermes": ('<tool_call>\n{{"name": "{name}", "arguments": ', "}\n</tool_call>", "<tool_call>", "json"),
     "deepseekv3": (
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
@@ -97,7 +97,7 @@ for _like, _names in {
     "qwen3_coder": ("mimo", "step3p5"),
     "glm45": ("glm", "glm47"),
 }.items():
-    _TAGS |= dict.fromkeys(_names, _TAGS[_like])
+    TAGS |= dict.fromkeys(_names, TAGS[_like])
 
 
 def calls_schema(tools: Tools, *, at_most_one: bool) -> dict[str, Any]:
@@ -143,9 +143,9 @@ def strict_tag(parser: str, tools: Tools) -> dict[str, Any] | None:
 
     None: calls of this format cannot be written as text.
     """
-    if parser not in _TAGS:
+    if parser not in TAGS:
         return None
-    begin, end, trigger, style = _TAGS[parser]
+    begin, end, trigger, style = TAGS[parser]
     tags = [
         {
             "type": "tag",

@@ -53,6 +53,11 @@ class JsonValue:
                 pos = end
         return pos
 
+    @property
+    def is_amid_string(self) -> bool:
+        """The last character taken in is within a string of it."""
+        return self._in_string
+
     def end(self) -> None:
         """No more text comes: a bare word or number ends with it."""
         self.done = self.done or (bool(self.kind) and self.kind not in '{["')

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from .events import Tools
-from .json_text import dumps, escaped, items_of, property_of, skip_blanks, typed, types_of
+from .json_text import dumps, items_of, property_of, skip_blanks
 from .scan import Marks
+from .typed_value import TypedValue
 from .xml_calls import MAX_KEY, XmlCalls
 
 NAMESPACE = "]<]minimax[>["
@@ -42,6 +43,7 @@ class MiniMaxM3(XmlCalls):
         super().__init__(tools)
         self._namespace = Marks(NAMESPACE)
         self._open_elements: list[_Element] = []
+        self._before: list[str] = []  # blanks at the beginning of a value
 
     def _go_on(self, mark: str | None) -> None:
         """Behind the call's name."""
@@ -107,15 +109,14 @@ class MiniMaxM3(XmlCalls):
             self._argue(f"{comma}{dumps(name)}: ")
             schema = property_of(outer.schema, self._parameters, name)
         self._open_elements.append(_Element(name, schema))
-        self._types = types_of(schema, self._parameters)
-        self._streams = self._types == {"string"}
-        self._parts = []
+        self._typed = TypedValue(schema, self._parameters, guess=self.guess)
+        self._before = []
         self._state = self._content
 
     def _content(self, text: str, pos: int, final: bool) -> int:
         """Behind a start tag: an element, or a value."""
         start = skip_blanks(text, pos)
-        self._parts.append(text[pos:start])
+        self._before.append(text[pos:start])
         if start == len(text):
             return start
         mark = self._namespace.at(text, start)
@@ -131,7 +132,7 @@ class MiniMaxM3(XmlCalls):
         if tag is None:
             return end
         if not tag:
-            self._parts.append(NAMESPACE)
+            self._before.append(NAMESPACE)
             self._begin_value()
         elif tag.startswith("</"):
             self._begin_value()
@@ -145,17 +146,16 @@ class MiniMaxM3(XmlCalls):
 
     def _begin_container(self, first: str) -> None:
         """The innermost element holds elements, the first of this name."""
-        is_array = "array" in self._types if self._types & {"array", "object"} != {"array", "object"} else first == ITEM
-        if not self._types & {"array", "object"}:
-            is_array = first == ITEM
+        kinds = self._typed.types & {"array", "object"}
+        is_array = kinds == {"array"} if len(kinds) == 1 else first == ITEM
         self._open_elements[-1].closer = "]" if is_array else "}"
         self._argue("[" if is_array else "{")
 
     def _begin_value(self) -> None:
         """The innermost element holds no elements."""
         self._value_ends = Marks(f"{NAMESPACE}</{self._open_elements[-1].name}>")
-        if self._streams:
-            self._argue('"' + escaped("".join(self._parts)))
+        self._argue('"' if self._typed.streams else "")
+        self._put("".join(self._before))
         self._state = self._value
 
     def _value(self, text: str, pos: int, final: bool) -> int:
@@ -167,11 +167,9 @@ class MiniMaxM3(XmlCalls):
         return pos
 
     def _end_value(self, *, empty: bool = False) -> None:
-        if self._streams:
-            self._argue('"')
-        elif empty and self._types & {"array", "object"}:
-            self._argue("[]" if "array" in self._types else "{}")
+        if empty and self._typed.types & {"array", "object"}:
+            self._argue("[]" if "array" in self._typed.types else "{}")
         else:
-            self._argue(typed("".join(self._parts), self._types, guess=self.guess))
+            self._argue('"' if self._typed.streams else self._typed.json())
         self._open_elements.pop()
         self._state = self._body

@@ -1,6 +1,7 @@
 """Formats in which each argument has an element of its own: qwen3_coder, glm45 and their like.
 
-A string is streamed as it comes; a value of another type is told when it is whole, because only then is it known to be one.
+A string is streamed as it comes, unless its schema says more of it; another value is told when it is whole, because only then is it
+known to be one.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .events import Tools
-from .json_text import dumps, escaped, skip_blanks, typed, types_of
+from .json_text import dumps, escaped, skip_blanks
 from .scan import CallParser, Marks
+from .typed_value import TypedValue
 
 MAX_KEY = 1024  # characters of an argument's name
 
@@ -42,9 +44,7 @@ class XmlCalls(CallParser):
         self._properties: Mapping[str, Any] = {}
         self._parameters: Any = None  # the schema that they are within
         self._num_arguments = 0
-        self._types: frozenset[str] = frozenset()
-        self._parts: list[str] = []  # of a value that is told when it is whole
-        self._streams = False
+        self._typed = TypedValue(guess=self.guess)  # the newest argument
         self._newline = ""  # held back: value_close may follow
 
     def _text(self, text: str, pos: int, final: bool) -> int:
@@ -118,12 +118,10 @@ class XmlCalls(CallParser):
         if match is None:
             return pos if len(text) - pos < MAX_KEY and not final else self._skip_key(len(text))
         key, is_string = self.key_of(text[pos : match.start()])
-        self._types = frozenset(["string"]) if is_string else types_of(self._properties.get(key), self._parameters)
-        self._streams = self._types == {"string"} or not (self._types or self.guess)
-        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._streams else ""))
+        self._typed = TypedValue(self._properties.get(key), self._parameters, guess=self.guess, is_string=is_string)
+        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._typed.streams else ""))
         self._num_arguments += 1
         self._newline = ""
-        self._parts = []
         self._state = self._value_start
         return match.end()
 
@@ -153,11 +151,10 @@ class XmlCalls(CallParser):
         pos, mark = self._until(self._value_ends, self._put, (text, pos, False))
         if final and mark is None:  # cut off within its end mark
             return len(text)
-        if mark is not None:
-            if self._streams:
-                self._argue('"')
-            else:
-                self._argue(typed("".join(self._parts), self._types, guess=self.guess))
+        if mark is not None and self._typed.is_amid_string:
+            self._put(mark)
+        elif mark is not None:
+            self._argue('"' if self._typed.streams else self._typed.json())
             self._state = self._body
         return pos
 
@@ -166,10 +163,10 @@ class XmlCalls(CallParser):
             text = self._newline + text
             self._newline = "\n" if text.endswith("\n") else ""
             text = text[: len(text) - len(self._newline)]
-        if self._streams:
+        if self._typed.streams:
             self._argue(escaped(text))
         else:
-            self._parts.append(text)
+            self._typed.put(text)
 
     def _end(self) -> None:
         if self._state == self._body:  # every argument is whole, only the call's end is missing

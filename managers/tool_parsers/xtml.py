@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from .events import Reasoning, Tools
-from .json_text import dumps, escaped, property_of, typed, types_of
+from .json_text import dumps, escaped, property_of
 from .scan import CallParser, Marks
+from .typed_value import TypedValue
 
 OPEN, CLOSE, SEPARATOR, END_OF_MESSAGE = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 MAX_TAG = 1024  # characters of an argument's tag
@@ -44,9 +45,7 @@ class KimiK3(CallParser):
         self._thought = False
         self._parameters: object = None  # schema of the call's arguments
         self._num_arguments = 0
-        self._is_string = False
-        self._types: frozenset[str] = frozenset()
-        self._parts: list[str] = []  # of a value that is told when it is whole
+        self._typed = TypedValue(guess=True)  # the newest argument
 
     # --- blocks -------------------------------------------------------------------------------------------------------------------
 
@@ -151,13 +150,11 @@ class KimiK3(CallParser):
         if header is None or not header.startswith("argument") or "key" not in attributes:
             return end
         key = attributes["key"]
-        self._types = types_of(property_of(self._parameters, self._parameters, key), self._parameters)
-        if "type" in attributes:
-            self._types = frozenset(["string"] if attributes["type"] == "string" else [])
-        self._is_string = self._types == {"string"}
-        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._is_string else ""))
+        kind = attributes.get("type", "")
+        schema = property_of(self._parameters, self._parameters, key) if kind in ("", "string") else None
+        self._typed = TypedValue(schema, self._parameters, guess=True, is_string=kind == "string")
+        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._typed.streams else ""))
         self._num_arguments += 1
-        self._parts = []
         self._state = self._value
         return end
 
@@ -165,16 +162,18 @@ class KimiK3(CallParser):
         pos, mark = self._until(_VALUE_END, self._put, (text, pos, False))
         if final and mark is None:  # cut off within its end tag
             return len(text)
-        if mark is not None:
-            self._argue('"' if self._is_string else typed("".join(self._parts), self._types, guess=True))
+        if mark is not None and self._typed.is_amid_string:
+            self._put(mark)
+        elif mark is not None:
+            self._argue('"' if self._typed.streams else self._typed.json())
             self._state = self._body
         return pos
 
     def _put(self, text: str) -> None:
-        if self._is_string:
+        if self._typed.streams:
             self._argue(escaped(text))
         else:
-            self._parts.append(text)
+            self._typed.put(text)
 
     def _end(self) -> None:
         if self._state == self._body:  # every argument is whole, only the call's end is missing

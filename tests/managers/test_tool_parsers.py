@@ -606,3 +606,59 @@ def test_a_name_that_is_no_unicode_names_no_tool() -> None:
     text = r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>'
     found = collected(parser.feed(text) + parser.finish())
     assert (found.text, found.calls) == (text, [])
+
+
+WRITTEN: dict[str, tuple[str, str, str]] = {  # before an argument k, behind it, behind the call
+    "qwen3_coder": ("<tool_call><function=f><parameter=k>", "</parameter>", "</function></tool_call>"),
+    "minimax-m2": (
+        '<minimax:tool_call><invoke name="f"><parameter name="k">',
+        "</parameter>",
+        "</invoke></minimax:tool_call>",
+    ),
+    "glm45": ("<tool_call>f\n<arg_key>k</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
+    "kimi_k3": (
+        '<|open|>call tool="f" index="1"<|sep|><|open|>argument key="k"<|sep|>',
+        "<|close|>argument<|sep|>",
+        "<|close|>call<|sep|>",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_end_mark_in_a_json_string_ends_nothing(name: str) -> None:
+    before, behind, end = WRITTEN[name]
+    tools = {"f": {"properties": {"k": {"type": ["object", "array"]}}}}
+    for value in ({"a": [f'x\\"{behind}y', 1]}, [[f"{behind}{behind}"], {}], [1, behind], [], {"a": {}}):
+        text = before + json.dumps(value) + behind + end
+        for pieces in ([text], list(text), cut(text, 5)):
+            parsed, _, _ = parse(name, [*pieces, "after"], tools)
+            assert (told(parsed), parsed.text) == ([("f", {"k": value})], "after")
+    for text, value in (("{'a': 'say \"'}", {"a": 'say "'}), ('[x] "', '[x] "'), ('[1] "', '[1] "'), ('"', '"')):
+        assert told(parse(name, list(before + text + behind + end), tools)[0]) == [("f", {"k": value})]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, " a ", " a "),
+        ({"enum": ["C", " F"]}, "  C ", "C"),
+        ({"enum": ["C", " F"]}, " F", " F"),
+        ({"enum": ["C", " F"]}, " x ", " x "),
+        ({"const": "C"}, " C", "C"),
+        ({"anyOf": [{"enum": ["C"]}, {"type": "null"}]}, " C ", "C"),
+        ({"type": "string", "format": "date"}, " 2024-01-01 ", "2024-01-01"),
+        ({"type": "string", "pattern": "^a+$"}, "aa ", "aa"),
+        ({"type": "string", "maxLength": 3}, " ab", " ab"),
+        ({"type": "string", "maxLength": 2}, " ab", "ab"),
+        ({"$ref": "#/$defs/unit"}, " C", "C"),
+        ({"$ref": "#/$defs/loop"}, " C", " C"),
+    ],
+)
+def test_blanks_that_a_schema_has_no_place_for_go(name: str, schema: Any, text: str, value: str) -> None:
+    before, behind, end = WRITTEN[name]
+    definitions = {"unit": {"enum": ["C", "F"]}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}, {"type": "string"}]}}
+    tools = {"f": {"properties": {"k": schema}, "$defs": definitions}}
+    source = before + text + behind + end
+    for pieces in ([source], list(source)):
+        assert told(parse(name, pieces, tools)[0]) == [("f", {"k": value})]
