@@ -15,7 +15,7 @@ class Manager:
 
     def __init__(self, folder: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="paged|sdpa")
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="sdpa")
         config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         self._manager = model.eval().init_continuous_batching(generation_config=config)
         self._manager.start()

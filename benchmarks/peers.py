@@ -16,7 +16,8 @@ from pathlib import Path
 from http_load import Backend, LlamaBackend, NativeBackend, OpenAIBackend
 
 HERE = Path(__file__).resolve().parent
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CPUS = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+CORES = len(CPUS)
 CONTEXT = 8192
 SLOTS = 64  # requests that W2 and W3 send at once
 MODEL_NAME = "model"
@@ -125,7 +126,12 @@ PEERS = {
             lambda: OpenAIBackend(model=MODEL_NAME, ignore_eos=True, needs_ids=True),
             "/health",
             frozenset({"bf16"}),
-            {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            {  # left alone it keeps a core for its other processes and computes on the rest
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, CPUS)),
+                "VLLM_CPU_KVCACHE_SPACE": "2",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_NO_USAGE_STATS": "1",
+            },
             ("--enforce-eager",),
         ),
         Peer(
