@@ -80,12 +80,17 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.2):
-            total = 0
-            with contextlib.suppress(psutil.NoSuchProcess):
-                for process in (self._root, *self._root.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        total += process.memory_full_info().pss
-            self.peak = max(self.peak, total)
+            self.read()
+
+    def read(self) -> int:
+        """The peak, with what there is now."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in (self._root, *self._root.children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                    total += process.memory_full_info().pss
+        self.peak = max(self.peak, total)
+        return self.peak
 
     def stop(self) -> None:
         self._stop.set()
@@ -197,7 +202,7 @@ class EngineRun:
         for figure, value in seconds.items():
             entry.figures.setdefault(figure, []).append(value)
             self._tell(f"{figure}: {value:.4f} s")
-        entry.peak = max(entry.peak, float(memory.peak))
+        entry.peak = max(entry.peak, float(memory.read()))
 
     def _fail(self, name: str, why: str) -> None:
         self._entry(name).failure = why

@@ -57,6 +57,11 @@ class _Driver:
         self._engine.add(self._count, body["input_ids"], body["sampling_params"]["max_new_tokens"])
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256  # of 64 connections at once the usual 5 would refuse most
+    daemon_threads = True
+
+
 def serve(engine: Engine, port: int) -> None:
     """Until the process is ended."""
     driver = _Driver(engine)
@@ -96,6 +101,6 @@ def serve(engine: Engine, port: int) -> None:
         def log_message(self, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server = _Server(("127.0.0.1", port), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     driver.run()
