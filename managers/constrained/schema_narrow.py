@@ -322,9 +322,10 @@ class Narrowing:
 
     def _properties(self, node: Schema, at: str) -> tuple[Schema, list[str]]:
         """Every property that may appear, each required one among them."""
-        given, required = node.get("properties", {}), list(dict.fromkeys(node.get("required", [])))
-        if not isinstance(given, dict) or not all(isinstance(name, str) for name in required):
+        given, required = node.get("properties", {}), node.get("required", [])
+        if not (isinstance(given, dict) and isinstance(required, list) and all(isinstance(name, str) for name in required)):
             raise TypeError(f"{at}: properties must be an object and required an array of strings")
+        required = list(dict.fromkeys(required))
         rest = node.get("additionalProperties", True)
         named: Schema = {}
         for name, schema in given.items():

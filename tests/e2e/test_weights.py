@@ -159,6 +159,9 @@ def test_memory_that_is_in_use_is_not_released(engine: Engine) -> None:
     assert len(run(engine)["output_ids"]) == 12
 
 
+NO_GPU = [] if torch.cuda.is_available() else [{"activities": ["GPU"]}]
+
+
 def test_profile(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no profile"):
         engine.stop_profile()
@@ -170,9 +173,14 @@ def test_profile(engine: Engine, tmp_path: Path) -> None:
     assert Path(path).name.startswith("p-7-")
     events = json.loads(gzip.decompress(Path(path).read_bytes()))["traceEvents"]
     assert any(str(event.get("name")).startswith("aten::") for event in events)
-    for bad in ({"profile_prefix": "../x"}, {"num_steps": 0}, {"activities": ["RPD"]}):
+    for bad in ({"profile_prefix": "../x"}, {"num_steps": 0}, {"activities": ["RPD"]}, {"activities": []}, *NO_GPU):
         with pytest.raises(RequestError):
             engine.start_profile(output_dir=str(tmp_path), **bad)
+    engine.start_profile(output_dir=str(tmp_path / "gone"), num_steps=2, profile_id="x")
+    (tmp_path / "gone").rmdir()
+    assert len(run(engine)["output_ids"]) == 12, "a trace that cannot be written fails no request"
+    with pytest.raises(RequestError):
+        engine.stop_profile()
 
 
 def test_scores_and_chat(engine: Engine) -> None:
