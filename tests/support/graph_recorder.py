@@ -25,7 +25,8 @@ class _Tape(TorchDispatchMode):
 
     def replay(self) -> None:
         for func, args, kwargs, out in self.ops:
-            inputs = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor) and not x.is_mkldnn]
+            inputs = {x.untyped_storage().data_ptr() for x in given}
             for new, old in zip(tree_leaves(func(*args, **kwargs)), tree_leaves(out), strict=True):
                 if isinstance(old, torch.Tensor) and old.untyped_storage().data_ptr() not in inputs:
                     old.copy_(new)
