@@ -132,7 +132,7 @@ def test_logprobs(engine: Engine) -> None:
 def test_wrong_arguments(engine: Engine) -> None:
     with pytest.raises(TypeError, match="unexpected argument 'streem'"):
         engine.generate("a", streem=True)
-    with pytest.raises(RequestError, match="started without --enable-return-hidden-states"):
+    with pytest.raises(RequestError, match="started without --return-hidden-states-mode"):
         engine.generate("a", return_hidden_states=True)
     with pytest.raises(ValueError, match="Exactly one"):
         engine.generate()
