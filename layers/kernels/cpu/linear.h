@@ -10,7 +10,7 @@
 #include "pool.h"
 #include "simd.h"
 
-enum { NR = 2 * VL, GROUP = 32, BLOCK_K = 256 };
+enum { NR = 2 * VL, GROUP = 32, BLOCK_K = 256, LINE = 64 };
 
 BNY_INLINE int64_t round_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 BNY_INLINE int64_t div_up(int64_t a, int64_t by) { return (a + by - 1) / by; }
@@ -65,11 +65,13 @@ struct Tile {
   const float* bias;  // from here, or NULL
   float* y;           // from here
   int64_t ldy;
+  const char* ahead;  // what comes from memory next: step s of a block of rows fetches ahead + s * ahead_step
+  int64_t ahead_step;
 };
 
 BNY_INLINE Tile tile_of(const bny_linear_t* l, int64_t panel, float* y, int64_t ldy) {
   int64_t stride = panel_bytes(l->kind, l->k), at = panel * NR;
-  return Tile{(const char*)l->data + panel * stride, stride, l->n - at, l->k, l->bias ? l->bias + at : nullptr, y + at, ldy};
+  return Tile{(const char*)l->data + panel * stride, stride, l->n - at, l->k, l->bias ? l->bias + at : nullptr, y + at, ldy, nullptr, 0};
 }
 
 enum { PANELS_AT_ONCE = 4 };  // with one row
@@ -91,7 +93,7 @@ static void run_tiles(int64_t tiles, int64_t panels, int64_t work, const Body& b
 // Calls Kernel::call<M, P>(tile, first panel, rows, first row) for blocks of M <= MR rows and P panels; few rows take several panels
 // at once, so that enough additions are under way.
 template <int MR, class Kernel, class Rows>
-static void run_rows(const Tile& tile, int64_t panels, const Rows& rows, int64_t m) {
+static void run_rows(Tile tile, int64_t panels, const Rows& rows, int64_t m) {
   int64_t done = 0;
   if (m == 1) {
     for (; done + 4 <= panels; done += 4) Kernel::template call<1, 4>(tile, done, rows, 0);
@@ -105,10 +107,12 @@ static void run_rows(const Tile& tile, int64_t panels, const Rows& rows, int64_t
     return;
   }
   int64_t blocks = div_up(m, MR), base = m / blocks, extra = m % blocks;
+  tile.ahead_step = LINE / blocks;
   for (; done < panels; done++) {
     int64_t row = 0;
     for (int64_t b = 0; b < blocks; b++) {
       int64_t size = base + (b < extra);
+      tile.ahead = tile.panel + (done + (done + 1 < panels)) * tile.stride + b * tile.stride / blocks;
       switch (size) {
         case 1: Kernel::template call<1, 1>(tile, done, rows, row); break;
         case 2: Kernel::template call<2, 1>(tile, done, rows, row); break;
@@ -132,7 +136,7 @@ static void run_rows(const Tile& tile, int64_t panels, const Rows& rows, int64_t
 void float_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
 void int_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m, void* scratch);
 // linear_many.cpp: what float_rows leaves to it, the same bits. From these rows on blocks of k gain more than they cost.
-enum { MANY_ROWS_F32 = 48, MANY_ROWS_BF16 = 12 };
+enum { MANY_ROWS_F32 = 48, MANY_ROWS_BF16 = 48 };
 void many_rows(const bny_linear_t* l, const float* x, int64_t ldx, float* y, int64_t ldy, int64_t m);
 int64_t float_scratch(const bny_linear_t* l, int64_t m);
 int64_t int_scratch(const bny_linear_t* l, int64_t m);

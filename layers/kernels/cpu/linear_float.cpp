@@ -24,6 +24,7 @@ BNY_INLINE void in_order(vf& a) {
 }
 
 struct F32 {
+  enum { ROWS = MR };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
     const float* w = (const float*)(t.panel + panel * t.stride);
@@ -35,6 +36,7 @@ struct F32 {
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
     for (int64_t k = 0; k < t.k; k++) {
+      fetch<M, P>(t, k);
       vf b[2 * P];
 #pragma GCC unroll 8
       for (int v = 0; v < 2 * P; v++) b[v] = vf_load(w + (v / 2) * stride + k * NR + (v % 2) * VL);
@@ -47,6 +49,12 @@ struct F32 {
       }
     }
     finish<M, P>(t, panel, row, acc);
+  }
+
+  // With few rows, which take several panels, the hardware does as well.
+  template <int M, int P>
+  BNY_INLINE void fetch(const Tile& t, int64_t step) {
+    if (M > 2 && P == 1) __builtin_prefetch(t.ahead + step * t.ahead_step, 0, 2);
   }
 
   template <int M, int P>
@@ -68,6 +76,7 @@ struct PairRows {
 };
 
 struct BF16 {
+  enum { ROWS = MR };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const PairRows& rows, int64_t row) {
     const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);
@@ -101,6 +110,7 @@ void round_row(const float* x, int64_t k, uint32_t* out) {
 #else
 
 struct BF16 {
+  enum { ROWS = MR == 6 ? 5 : MR };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
     const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);
@@ -113,6 +123,7 @@ struct BF16 {
       for (int v = 0; v < 2 * P; v++) acc[m][v] = vf_zero();
     for (int64_t k = 0; k < pairs; k++) {
       const uint32_t* at = w + k * NR;
+      F32::fetch<M, P>(t, k);
 #pragma GCC unroll 2
       for (int half = 0; half < 2; half++) {
         vf b[2 * P];
@@ -153,7 +164,7 @@ void run(const bny_linear_t* l, float* y, int64_t ldy, int64_t m, const At& at) 
   run_tiles(tiles, div_up(l->n, NR), m * l->n * l->k, [&](int64_t tile, int64_t panel, int64_t count) {
     const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
     const Rows rows = at(first);
-    run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, rows, last - first);
+    run_rows<Kernel::ROWS, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, rows, last - first);
   });
 }
 

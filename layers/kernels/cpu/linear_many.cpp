@@ -15,7 +15,7 @@ enum { MR = 6 };
 #else
 enum { MR = 5 };
 #endif
-enum { BLOCK = 288, ROWS = 22 * 12, PANELS_PER_PIECE = 4, LINE = 64 };
+enum { BLOCK = 288, ROWS = 22 * 12, PANELS_PER_PIECE = 4 };
 
 // M rows, one panel, one block of k.
 struct Block {
@@ -25,8 +25,8 @@ struct Block {
   int64_t k;
   float* y;  // [M][NR], rows ldy apart
   int64_t ldy;
-  const char* ahead;  // lines to fetch meanwhile, of the panel that comes next
-  int64_t lines;
+  const char* ahead;  // what comes from memory next: step i fetches ahead + i * ahead_step
+  int64_t ahead_step;
 };
 
 // Sums go on over the block; the first one starts them.
@@ -35,7 +35,7 @@ void add_block(const Block& b) {
   const int64_t ldx = b.ldx, ldy = b.ldy, k = b.k;
   const float *w = b.w, *x = b.x;
   float* y = b.y;
-  for (int64_t i = 0; i < b.lines; i++) __builtin_prefetch(b.ahead + i * LINE);
+  const char* ahead = b.ahead;
   for (int m = 0; m < M; m++) __builtin_prefetch(y + (M + m) * ldy, 1);  // sums of the next rows
   vf acc[M][2];
 #pragma GCC unroll 12
@@ -44,6 +44,7 @@ void add_block(const Block& b) {
     for (int v = 0; v < 2; v++) acc[m][v] = FIRST ? vf_zero() : vf_load(y + m * ldy + v * VL);
 #pragma GCC unroll 1
   for (int64_t i = 0; i < k; i++) {
+    __builtin_prefetch(ahead + i * b.ahead_step, 0, 2);
     const vf w0 = vf_load(w + i * NR), w1 = vf_load(w + i * NR + VL);
 #pragma GCC unroll 12
     for (int m = 0; m < M; m++) {
@@ -102,7 +103,7 @@ void add_panel(const Span& s, int64_t panel, int64_t begin, int64_t k, bool anot
   alignas(64) float expanded[BLOCK * NR], edge[MR * NR];
   const bny_linear_t* l = s.l;
   const int64_t size_of = l->kind == BNY_F32 ? 4 : 2, stride = panel_bytes(l->kind, l->k), blocks = div_up(s.m, MR);
-  const int64_t channels = l->n - panel * NR < NR ? l->n - panel * NR : NR, lines = another ? div_up(k * NR * size_of / LINE, blocks) : 0;
+  const int64_t channels = l->n - panel * NR < NR ? l->n - panel * NR : NR, step = another ? div_up(NR * size_of, blocks) : 0;
   const char* packed = (const char*)l->data + panel * stride + begin * NR * size_of;  // begin is even
   const float* bias = l->bias && begin + k == l->k ? l->bias + panel * NR : nullptr;
   if (l->kind != BNY_F32) expand((const uint32_t*)packed, k, expanded);
@@ -110,7 +111,7 @@ void add_panel(const Span& s, int64_t panel, int64_t begin, int64_t k, bool anot
   for (int64_t b = 0; b < blocks; b++) {
     const int64_t row = s.m * b / blocks, size = s.m * (b + 1) / blocks - row;
     float* y = s.y + row * s.ldy + panel * NR;
-    Block block{s.x + row * s.ldx + begin, s.ldx, w, k, y, s.ldy, packed + stride + b * lines * LINE, lines};
+    Block block{s.x + row * s.ldx + begin, s.ldx, w, k, y, s.ldy, packed + (another ? stride + b * k * step : 0), step};
     if (channels < NR) {  // a panel that is not full has its sums elsewhere
       block.y = edge, block.ldy = NR;
       for (int64_t r = 0; r < size; r++) memcpy(edge + r * NR, y + r * s.ldy, channels * 4);
