@@ -6,13 +6,24 @@ Each program runs on an empty cache: through the language; as sequential calls i
 sent when the calls that ended before it in the language's run have ended. A plain `select` is one call per choice. Each way's
 figures are those of the fastest of the repeats, which take turns, after a run that is not measured.
 
-"Distinct" is the size of the tree: the tokens of all prompts in their places, less those in a place where a call before has
-generated the same token; a prompt that is there already counts as one token, since its logits are asked for.
+"Computed" is the prompts' tokens less those from the cache. "Needed" is what a perfect cache must compute of the prompts: of one
+that is gone on from all tokens, of a choice that is scored all but the last (its log-probability comes from the token before it),
+each place once, less those that decoding has computed, which are the outputs without their last token. A place that is there
+already is computed again where its logits are asked for: the last token of a prompt, and those before the tokens that are scored,
+once for each request.
 
-"Needed" is what a perfect cache must compute: of a prompt that is gone on from all tokens, of a choice that is scored all but the
-last (its log-probability comes from the token before it), each place once, less those that decoding has computed, which are the
-outputs without their last token. A place that is there already is computed again where its logits are asked for: the last token of
-a prompt, and those before the tokens that are scored, once for each request.
+"Tree" is the size of the program's tree: the tokens of its prompts, each place once, a place where a call before has generated the
+same token being that one, and the tokens of its outputs. Outputs are branches of their own, since each is sampled for itself: the
+samples of `self_consistency` are five although at temperature 0 they turn out the same.
+
+"Forward" is what forward passes have computed for it: "computed", and of each output all tokens but the last. Its first token comes
+from the prompt's pass, its last is sampled and never an input. The answers tell all of it: `output_ids` has every token that was
+sampled or that a grammar forced, also stop tokens and those of stop strings, which are cut from the text only; a request for no
+tokens has no output. "Forward / tree" is 100 % where each token is computed once. Less is possible: nothing needs the last tokens
+of choices, and of outputs that nobody goes on from.
+
+"Launched" (in the JSON only) is what the scheduler itself has counted. It has more than "forward" where the overlap loop has
+launched a stream's next step before its last token was known to be the last, and where requests were retracted.
 
 "Chain" is the longest chain of sequential calls of which each must wait for the one before it: what the sequential calls would take
 if those that need not wait cost each other nothing.
@@ -40,8 +51,9 @@ from banyan.lang.backend.runtime_endpoint import RuntimeEndpoint
 
 EXAMPLES = ROOT / "examples"
 PROGRAMS = sorted(path.stem for path in EXAMPLES.glob("*.py"))
-HEAD = ["program", "calls", "wall s", "prompt tokens", "cached", "computed", "needed", "distinct", "wall / language", "chain s"]
-COUNTS = ("prompt_tokens", "cached_tokens", "computed_tokens", "needed_tokens", "distinct_tokens")
+HEAD = ["program", "calls", "wall s", "prompt tokens", "cached", "computed", "needed", "tree", "forward", "forward / tree"]
+HEAD += ["wall / language", "chain s"]
+COUNTS = ("prompt_tokens", "cached_tokens", "computed_tokens", "needed_tokens", "tree_tokens", "forward_tokens")
 WAYS = ("language", "sequential HTTP", "concurrent HTTP")
 
 
@@ -172,20 +184,28 @@ def concurrent(endpoint: Recording, calls: Sequence[Call]) -> float:
     return time.perf_counter() - begin
 
 
-def distinct_tokens(calls: Sequence[Call]) -> int:
-    """Prompt tokens that no earlier call had in the same place of the tree, as prompt or as output; at least one a prompt."""
+def tree_tokens(calls: Sequence[Call]) -> int:
+    """Places of the tree of all prompts, and all outputs; see above."""
     tree: dict[int, Any] = {}
     count = 0
     for call in calls:
         for answer in call.answers:
-            node, new = tree, 0
+            node = tree
             for token in answer["prompt_token_ids"]:
-                new += token not in node
+                count += token not in node
                 node = node.setdefault(token, {})
-            count += max(new, 1)
             for token in answer["output_ids"]:
                 node = node.setdefault(token, {})
+            count += len(answer["output_ids"])
     return count
+
+
+def forward_tokens(calls: Sequence[Call]) -> int:
+    """Tokens that were the input of a forward pass; see above."""
+    answers = [answer for call in calls for answer in call.answers]
+    metas = [answer["meta_info"] for answer in answers]
+    prompts = sum(meta["prompt_tokens"] - meta["cached_tokens"] for meta in metas)
+    return prompts + sum(max(len(answer["output_ids"]) - 1, 0) for answer in answers)
 
 
 def needed_tokens(calls: Sequence[Call]) -> int:
@@ -211,7 +231,20 @@ def figures(seconds: float, calls: Sequence[Call]) -> dict[str, float]:
     metas = [answer["meta_info"] for call in calls for answer in call.answers]
     prompt, cached = (sum(meta[name] for meta in metas) for name in ("prompt_tokens", "cached_tokens"))
     counts = {"calls": len(metas), "prompt_tokens": prompt, "cached_tokens": cached, "computed_tokens": prompt - cached}
-    return {"seconds": seconds, **counts, "needed_tokens": needed_tokens(calls), "distinct_tokens": distinct_tokens(calls)}
+    whole = {"tree_tokens": tree_tokens(calls), "forward_tokens": forward_tokens(calls)}
+    return {"seconds": seconds, **counts, "needed_tokens": needed_tokens(calls), **whole}
+
+
+def num_launched(endpoint: RuntimeEndpoint) -> int:
+    """Tokens of all forward steps since the server's start, as its scheduler has counted them."""
+    state = endpoint.get_server_info()["internal_states"][0]
+    return int(state["num_prefill_tokens"] + state["num_decode_tokens"])
+
+
+def emptied(endpoint: RuntimeEndpoint) -> int:
+    """Empty the cache; tokens launched so far."""
+    endpoint.flush_cache()
+    return num_launched(endpoint)
 
 
 def measure(url: str, name: str, repeat: int) -> dict[str, dict[str, float]]:
@@ -220,14 +253,15 @@ def measure(url: str, name: str, repeat: int) -> dict[str, dict[str, float]]:
     through_the_language(url, name)
     best: dict[str, dict[str, float]] = {}
     for _ in range(repeat):
-        endpoint.flush_cache()
+        before = emptied(endpoint)
         seconds, calls = through_the_language(url, name)
-        found = {WAYS[0]: figures(seconds, calls)}
+        found = {WAYS[0]: figures(seconds, calls) | {"launched_tokens": num_launched(endpoint) - before}}
         for way, run in zip(WAYS[1:], (sequential, concurrent), strict=True):
-            endpoint.flush_cache()
+            before = emptied(endpoint)
             backend = Recording(url)
             seconds = run(backend, calls)
             found[way] = figures(seconds, sorted(backend.calls, key=lambda call: call.start))
+            found[way]["launched_tokens"] = num_launched(endpoint) - before
             if run is sequential:
                 found[way]["chain_seconds"] = longest_chain(calls, backend.calls)
             backend.shutdown()
@@ -239,8 +273,10 @@ def measure(url: str, name: str, repeat: int) -> dict[str, dict[str, float]]:
 def row(name: str, way: str, of: dict[str, float], language: dict[str, float]) -> list[str]:
     counts = [number(int(of[key])) for key in COUNTS]
     label = f"{name}, {way}"
+    share = f"{of['forward_tokens'] / of['tree_tokens']:.1%}"
     chain = number(of["chain_seconds"]) if "chain_seconds" in of else ""
-    return [label, number(int(of["calls"])), number(of["seconds"]), *counts, number(of["seconds"] / language["seconds"]), chain]
+    slower = number(of["seconds"] / language["seconds"])
+    return [label, number(int(of["calls"])), number(of["seconds"]), *counts, share, slower, chain]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,13 +9,14 @@ import pytest
 from bench_frontend import (
     PROGRAMS,
     Call,
-    distinct_tokens,
     example,
     figures,
+    forward_tokens,
     longest_chain,
     needed_tokens,
     plain,
     through_the_language,
+    tree_tokens,
 )
 from server import Server, running
 
@@ -62,18 +63,23 @@ def test_what_is_shared_is_computed_once(smollm2: Server, name: str) -> None:
     seconds, calls = through_the_language(smollm2.url, name)
     found = figures(seconds, calls)
     assert found["computed_tokens"] <= found["needed_tokens"] * 1.02
-    assert found["needed_tokens"] <= found["distinct_tokens"] * 1.02, "beyond the tree there is the last token of each output only"
+    assert found["forward_tokens"] <= found["tree_tokens"] * 1.02
     assert found["cached_tokens"] > found["computed_tokens"]
     endpoint.shutdown()
 
 
-def call(prompt: list[int], output: list[int], num_scored: int = 0, **body: object) -> Call:
+def call(prompt: list[int], output: list[int], num_scored: int = 0, *, num_cached: int = 0, **body: object) -> Call:
     whole = {"text": "x", "sampling_params": {"max_new_tokens": len(output)}, **body}
-    return Call(whole, 0.0, 1.0, [answer(prompt, output, num_scored)])
+    return Call(whole, 0.0, 1.0, [answer(prompt, output, num_scored, num_cached)])
 
 
-def answer(prompt: list[int], output: list[int], num_scored: int) -> dict[str, Any]:
-    return {"prompt_token_ids": prompt, "output_ids": output, "meta_info": {"input_token_logprobs": [None] * num_scored}}
+def answer(prompt: list[int], output: list[int], num_scored: int, num_cached: int = 0) -> dict[str, Any]:
+    counts = {"prompt_tokens": len(prompt), "cached_tokens": num_cached, "completion_tokens": len(output)}
+    return {
+        "prompt_token_ids": prompt,
+        "output_ids": output,
+        "meta_info": {"input_token_logprobs": [None] * num_scored, **counts},
+    }
 
 
 def choices(*prompts: list[int], num_scored: int) -> Call:
@@ -81,9 +87,28 @@ def choices(*prompts: list[int], num_scored: int) -> Call:
     return Call(body, 0.0, 1.0, [answer(prompt, [], num_scored) for prompt in prompts])
 
 
-def test_distinct_tokens_are_those_of_a_tree() -> None:
-    assert distinct_tokens([call([1, 2, 3], [4, 5]), call([1, 2, 3, 4, 5, 6], [7])]) == 4
-    assert distinct_tokens([call([1, 2, 3], [4]), call([1, 9, 3], [4]), call([1, 2, 3], [8])]) == 3 + 2 + 1
+CHAT = [call([1, 2, 3], [4, 5]), call([1, 2, 3, 4, 5, 6], [7], num_cached=4)]  # 5 was sampled and has to be computed
+FORKS = [call([1, 2, 3], [4, 9]), call([1, 2, 3], [8, 9, 9], num_cached=2), call([1, 7], [4], num_cached=1)]
+SCORES = [call([1, 2], [9]), choices([1, 2, 3], [1, 2, 4], num_scored=1)]
+SCORES[1].answers[0]["meta_info"]["cached_tokens"] = 2  # its last token is not computed, and 2 was there
+SCORES[1].answers[1]["meta_info"]["cached_tokens"] = 3
+
+
+def test_the_tree_has_each_place_of_prompts_once_and_all_outputs() -> None:
+    assert tree_tokens(CHAT) == 3 + 2 + 1 + 1, "a prompt that goes on from an output adds what is new"
+    assert tree_tokens(FORKS) == (3 + 2) + 3 + (1 + 1), "the same token in another place counts again"
+    assert tree_tokens(SCORES) == 2 + 1 + 2
+    assert tree_tokens([call([1, 2], [3, 4]), call([1, 2], [3, 4])]) == 2 + 2 + 2, "two samples are two branches"
+    assert tree_tokens([call([1, 2], []), call([1, 2], [])]) == 2
+
+
+def test_forward_tokens_are_inputs_of_a_pass() -> None:
+    assert forward_tokens(CHAT) == 3 + 1 + 2 + 0 == 6, "the first output token comes from the prompt's pass, the last is no input"
+    assert forward_tokens(FORKS) == 3 + 1 + 1 + 2 + 1 + 0
+    assert forward_tokens(SCORES) == 2 + 0 + 1 + 0
+    assert forward_tokens([call([1, 2, 3], [])]) == 3, "a request without output has no last token to leave out"
+    found = figures(1.0, CHAT)
+    assert (found["tree_tokens"], found["forward_tokens"], found["computed_tokens"]) == (7, 6, 5)
 
 
 def test_needed_tokens_are_those_whose_computation_nobody_can_save() -> None:
