@@ -1,16 +1,14 @@
 // Integer weights: activations are quantised to int8 first, a row at a time, then products are sums of integers and exact.
-//
-// I8 has one scale per row of x, the others one per row and group of 32 values: a few large activations then spoil only their group.
-#include <math.h>
-
-#include "linear.h"
+#include "int_rows.h"
 
 namespace {
 
 #if defined(BNY_AVX512)
-enum { MR = 6 };
+enum { MR_ROW = 6, MR_GROUP = 6 };  // rows at once, with one scale a row and with one a group
+#elif defined(__AVX2__)
+enum { MR_ROW = 5, MR_GROUP = 6 };
 #else
-enum { MR = 4 };
+enum { MR_ROW = 4, MR_GROUP = 4 };
 #endif
 enum { ROWS_PER_TILE = 48 };
 
@@ -73,136 +71,82 @@ BNY_INLINE vi dot_nibble(vi acc, vi u, vi s) { return dot_us(acc, u, s); }
 BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 #endif
 
-// Adds the products of four values of a row. From three rows on there is no register to spare, but the compiler orders additions anew
-// and spills: there the order is written down.
-template <int M>
-BNY_INLINE vi add_nibbles(vi acc, vi u, const int32_t* x) {
+// How many vectors of channels are worked on together: both of a panel where one load of x then serves both.
 #if defined(__AVX2__) && !defined(BNY_AVX512)
-  if (M > 2) {
-    vi t;
-    __asm__("vpbroadcastd %3, %1\n\tvpmaddubsw %1, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(t) : "x"(u), "m"(*x));
-    return acc;
-  }
-#endif
-  return dot_nibble(acc, u, vi_set1(*x));
-}
-
 template <int M>
-BNY_INLINE vi add_bytes(vi acc, vi value, vi size, const int32_t* x) {
-#if defined(__AVX2__) && !defined(BNY_AVX512)
-  if (M > 2) {
-    vi t;
-    __asm__("vpbroadcastd %4, %1\n\tvpsignb %2, %1, %1\n\tvpmaddubsw %1, %3, %1\n\tvpmaddwd %5, %1, %1\n\tvpaddd %1, %0, %0"
-            : "+x"(acc), "=&x"(t)
-            : "x"(value), "x"(size), "m"(*x), "x"(_mm256_set1_epi16(1)));
-    return acc;
-  }
+constexpr int TOGETHER = M > 2 ? 2 : 1;
+#else
+template <int M>
+constexpr int TOGETHER = 1;
 #endif
-  return dot_us(acc, size, sign8(vi_set1(*x), value));
-}
 
-// --- rows of x
-
-// Quantised rows in scratch. A row is int8 [padded_k], then for I8 its scale, else scale [groups] and scale * sum [groups] (of 16
-// values where halves is 2: then two sums to a group).
-struct IntRows {
-  const char* base;
-  int64_t stride;  // bytes
-  int64_t padded_k;
-  int64_t groups;
-  const int32_t* words(int64_t row) const { return (const int32_t*)(base + row * stride); }
-  const float* scales(int64_t row) const { return (const float*)(base + row * stride + padded_k); }
-};
-
-IntRows rows_of(const bny_linear_t* l, const char* base) {
-  const int64_t padded = round_up(l->k, GROUP), groups = padded / GROUP;
-  return IntRows{base, round_up(padded + (l->kind == BNY_I8 ? 4 : 8 * groups), 64), padded, groups};
-}
-
-// The scale of n values, 127 of which are the largest; NaN where a value is not finite, so that the row's results are.
-BNY_INLINE float scale_of(const float* x, int64_t n) {
-  vf largest_of = vf_zero(), poison_of = vf_zero();
-  int64_t i = 0;
-  for (; i + VL <= n; i += VL) {
-    const vf a = vf_load(x + i);
-    largest_of = vf_max(largest_of, vf_max(a, vf_sub(vf_zero(), a)));
-    poison_of = vf_fma(a, vf_zero(), poison_of);
-  }
-  float largest = vf_hmax(largest_of), poison = vf_sum(poison_of);
-  for (; i < n; i++) {
-    const float a = fabsf(x[i]);
-    largest = a > largest ? a : largest;
-    poison += a * 0.0f;
-  }
-  return largest * (1.0f / 127.0f) + poison;
-}
-
-// Rounds x / scale to nearest even; returns the sum.
-BNY_INLINE int32_t round_values(const float* x, int64_t n, float scale, int8_t* out) {
-  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f, magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds
-  int32_t sum = 0;
-  for (int64_t i = 0; i < n; i++) {
-    float r = x[i] * inverse;
-    r = r > 127.0f ? 127.0f : r;
-    r = r > -127.0f ? r : -127.0f;  // a NaN too
-    const float shifted = r + magic;
-    int32_t q;
-    memcpy(&q, &shifted, 4);
-    q -= 0x4b400000;
-    out[i] = (int8_t)q;
-    sum += q;
-  }
-  return sum;
-}
-
-void quantize_row(const float* x, int64_t k, bool per_group, const IntRows& rows, int64_t row) {
-  char* out = (char*)rows.base + row * rows.stride;
-  int8_t* values = (int8_t*)out;
-  float* scales = (float*)(out + rows.padded_k);
-  memset(values + k, 0, rows.padded_k - k);
-  if (!per_group) {
-    *scales = scale_of(x, k);
-    round_values(x, k, *scales, values);
+// Add the products of four values of a row, for V vectors of channels. From three rows on there is no register to spare, but the
+// compiler orders additions anew and spills: there the order is written down.
+template <int M, int V>
+BNY_INLINE void add_nibbles(vi* acc, const vi* u, const int32_t* x) {
+#if defined(__AVX2__) && !defined(BNY_AVX512)
+  if constexpr (V == 2) {
+    vi s, t;
+    __asm__("vpbroadcastd %6, %2\n\tvpmaddubsw %2, %4, %3\n\tvpmaddubsw %2, %5, %2\n\tvpaddw %3, %0, %0\n\tvpaddw %2, %1, %1"
+            : "+x"(acc[0]), "+x"(acc[M]), "=&x"(s), "=&x"(t)
+            : "x"(u[0]), "x"(u[1]), "m"(*x));
     return;
   }
-  for (int64_t g = 0; g < rows.groups; g++) {
-    const int64_t at = g * GROUP, n = k - at < GROUP ? k - at : GROUP;
-    scales[g] = scale_of(x + at, n);
-    scales[rows.groups + g] = scales[g] * (float)round_values(x + at, n, scales[g], values + at);
+#endif
+  for (int v = 0; v < V; v++) acc[v * M] = dot_nibble(acc[v * M], u[v], vi_set1(*x));
+}
+
+template <int M, int V>
+BNY_INLINE void add_bytes(vi* acc, const vi* value, const vi* size, const int32_t* x) {
+#if defined(__AVX2__) && !defined(BNY_AVX512)
+  if constexpr (V == 2) {
+    vi s, t;
+    __asm__(
+        "vpbroadcastd %8, %2\n\tvpsignb %4, %2, %3\n\tvpsignb %5, %2, %2\n\tvpmaddubsw %3, %6, %3\n\tvpmaddubsw %2, %7, %2\n\t"
+        "vpmaddwd %9, %3, %3\n\tvpmaddwd %9, %2, %2\n\tvpaddd %3, %0, %0\n\tvpaddd %2, %1, %1"
+        : "+x"(acc[0]), "+x"(acc[M]), "=&x"(s), "=&x"(t)
+        : "x"(value[0]), "x"(value[1]), "x"(size[0]), "x"(size[1]), "m"(*x), "x"(_mm256_set1_epi16(1)));
+    return;
   }
+#endif
+  for (int v = 0; v < V; v++) acc[v * M] = dot_us(acc[v * M], size[v], sign8(vi_set1(*x), value[v]));
 }
 
 // --- products of one group, for M rows and one vector of channels: w is the vector's place in [step][NR][4]
 
 enum { STEP = NR * 4 };  // bytes from four values of all channels to the next four
 
-template <int M, int STEPS>
+template <int M, int V, int STEPS>
 BNY_INLINE void dot_bytes(const char* w, const int32_t* const* x, int64_t at, vi* acc) {
-#pragma GCC unroll 12
-  for (int m = 0; m < M; m++) acc[m] = vi_zero();
+#pragma GCC unroll 24
+  for (int i = 0; i < V * M; i++) acc[i] = vi_zero();
 #pragma GCC unroll 8
   for (int s = 0; s < STEPS; s++) {
-    const vi value = vi_load(w + s * STEP), size = abs8(value);
+    vi value[V], size[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) value[v] = vi_load(w + s * STEP + v * VL * 4), size[v] = abs8(value[v]);
 #pragma GCC unroll 12
-    for (int m = 0; m < M; m++) acc[m] = add_bytes<M>(acc[m], value, size, x[m] + at + s);
+    for (int m = 0; m < M; m++) add_bytes<M, V>(acc + m, value, size, x[m] + at + s);
   }
 }
 
-template <int M>
+template <int M, int V>
 BNY_INLINE void dot_nibbles(const char* w, const int32_t* const* x, int64_t at, vi* acc) {
-#pragma GCC unroll 12
-  for (int m = 0; m < M; m++) acc[m] = vi_zero();
-#pragma GCC unroll 4
-  for (int s = 0; s < 4; s++) {
-    const vi both = vi_load(w + s * STEP), low = low4(both), high = high4(both);
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++) {
-      acc[m] = add_nibbles<M>(acc[m], low, x[m] + at + s);
-      acc[m] = add_nibbles<M>(acc[m], high, x[m] + at + 4 + s);
+#pragma GCC unroll 24
+  for (int i = 0; i < V * M; i++) acc[i] = vi_zero();
+#pragma GCC unroll 8
+  for (int s = 0; s < 8; s++) {
+    vi half[V];
+#pragma GCC unroll 2
+    for (int v = 0; v < V; v++) {
+      const vi both = vi_load(w + s / 2 * STEP + v * VL * 4);
+      half[v] = s % 2 ? high4(both) : low4(both);
     }
-  }
 #pragma GCC unroll 12
-  for (int m = 0; m < M; m++) acc[m] = nibble_sum(acc[m]);
+    for (int m = 0; m < M; m++) add_nibbles<M, V>(acc + m, half, x[m] + at + s / 2 + s % 2 * 4);
+  }
+#pragma GCC unroll 24
+  for (int i = 0; i < V * M; i++) acc[i] = nibble_sum(acc[i]);
 }
 
 template <int M>
@@ -215,6 +159,7 @@ BNY_INLINE void finish(const Tile& t, int64_t panel, int64_t row, int v, const v
 // A kernel that takes its panels one after the other, each vector of channels in turn. Group::run adds one vector's product.
 template <class Group>
 struct Grouped {
+  enum { ROWS = MR_GROUP };
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     for (int p = 0; p < P; p++) one<M>(t, first + p, rows, row);
@@ -236,15 +181,16 @@ struct Grouped {
 struct Q4 {
   template <int M>
   BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    constexpr int V = TOGETHER<M>;
+    vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q4_BYTES) {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        vi dot[M];
-        dot_nibbles<M>(w + 4 * NR + v * VL * 4, x, g * 8, dot);
+        if (v % V == 0) dot_nibbles<M, V>(w + 4 * NR + v * VL * 4, x, g * 8, dot);
         const vf d = vf_from_f16((const uint16_t*)w + v * VL), low = vf_from_f16((const uint16_t*)w + NR + v * VL);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-          acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
+          acc[v][m] = vf_fma(vf_from_vi(dot[v % V * M + m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
           acc[v][m] = vf_fma(low, vf_set1(scales[m][groups + g]), acc[v][m]);
         }
       }
@@ -255,15 +201,16 @@ struct Q4 {
 struct Q8 {
   template <int M>
   BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    constexpr int V = TOGETHER<M>;
+    vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q8_BYTES) {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        vi dot[M];
-        dot_bytes<M, 8>(w + 2 * NR + v * VL * 4, x, g * 8, dot);
+        if (v % V == 0) dot_bytes<M, V, 8>(w + 2 * NR + v * VL * 4, x, g * 8, dot);
         const vf d = vf_from_f16((const uint16_t*)w + v * VL);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++)
-          acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
+          acc[v][m] = vf_fma(vf_from_vi(dot[v % V * M + m]), vf_mul(d, vf_set1(scales[m][g])), acc[v][m]);
       }
     }
   }
@@ -281,7 +228,7 @@ struct Q4K {
         for (int s = 0; s < 8; s++) {
           const int64_t g = b * 8 + s;
           vi dot[M];
-          dot_nibbles<M>(values + s * 16 * NR, x, g * 8, dot);
+          dot_nibbles<M, 1>(values + s * 16 * NR, x, g * 8, dot);
           const vf scale = vf_mul(d, vf_from_u8(sc + s * NR)), low = vf_mul(dmin, vf_from_u8(mn + s * NR));
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++) {
@@ -305,7 +252,7 @@ struct Q6K {
         const char* values = w + 18 * NR + v * VL * 4;
         for (int s = 0; s < 16; s++) {
           vi dot[M];
-          dot_bytes<M, 4>(values + s * 16 * NR, x, b * 64 + s * 4, dot);
+          dot_bytes<M, 1, 4>(values + s * 16 * NR, x, b * 64 + s * 4, dot);
           const vf scale = vf_mul(d, vf_from_i8(sc + s * NR));
 #pragma GCC unroll 12
           for (int m = 0; m < M; m++)
@@ -318,30 +265,36 @@ struct Q6K {
 
 // One scale a row: integers are summed over all of k.
 struct I8 {
+  enum { ROWS = MR_ROW };
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     const int32_t* x[M];
     for (int m = 0; m < M; m++) x[m] = rows.words(row + m);
     const char* base = t.panel + first * t.stride;
     const int64_t steps = div_up(t.k, 4);
-    vi acc[M][2 * P];
-#pragma GCC unroll 12
-    for (int m = 0; m < M; m++)
+    constexpr int V = TOGETHER<M>;
+    vi acc[2 * P][M];
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * P; v++) acc[m][v] = vi_zero();
+    for (int v = 0; v < 2 * P; v++)
+#pragma GCC unroll 12
+      for (int m = 0; m < M; m++) acc[v][m] = vi_zero();
     for (int64_t s = 0; s < steps; s++) {
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * P; v++) {
-        const vi value = vi_load(base + (v / 2) * t.stride + 8 * NR + s * STEP + (v % 2) * VL * 4);
-#if defined(BNY_VNNI)
+      for (int v = 0; v < 2 * P; v += V) {
+        vi value[V], size[V];
+#pragma GCC unroll 2
+        for (int i = 0; i < V; i++) {
+          value[i] = vi_load(base + (v / 2) * t.stride + 8 * NR + s * STEP + (v % 2 + i) * VL * 4);
+          size[i] = abs8(value[i]);
+        }
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++)  // x + 128 is not negative; 128 times the channel's sum is taken off at the end
-          acc[m][v] = dot_us(acc[m][v], vi_set1(x[m][s] ^ (int32_t)0x80808080), value);
+        for (int m = 0; m < M; m++) {
+#if defined(BNY_VNNI)  // x + 128 is not negative; 128 times the channel's sum is taken off at the end
+          acc[v][m] = dot_us(acc[v][m], vi_set1(x[m][s] ^ (int32_t)0x80808080), value[0]);
 #else
-        const vi size = abs8(value);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) acc[m][v] = add_bytes<M>(acc[m][v], value, size, x[m] + s);
+          add_bytes<M, V>(&acc[v][m], value, size, x[m] + s);
 #endif
+        }
       }
     }
 #pragma GCC unroll 8
@@ -351,7 +304,7 @@ struct I8 {
       vf out[M];
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++) {
-        vi sum = acc[m][v];
+        vi sum = acc[v][m];
 #if defined(BNY_VNNI)
         sum = _mm512_sub_epi32(sum, _mm512_slli_epi32(vi_load(head + 4 * NR), 7));
 #endif
@@ -368,7 +321,7 @@ void run(const bny_linear_t* l, const IntRows& rows, float* y, int64_t ldy, int6
   run_tiles(tiles, div_up(l->n, NR), m * l->n * l->k, [&](int64_t tile, int64_t panel, int64_t count) {
     const int64_t first = m * tile / tiles, last = m * (tile + 1) / tiles;
     const IntRows from{rows.base + first * rows.stride, rows.stride, rows.padded_k, rows.groups};
-    run_rows<MR, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, from, last - first);
+    run_rows<Kernel::ROWS, Kernel>(tile_of(l, panel, y + first * ldy, ldy), count, from, last - first);
   });
 }
 

@@ -94,7 +94,7 @@ BNY_INLINE uint16_t f32_to_f16(float f) {
 #endif
 }
 
-// --- vectors: load and store are unaligned; fma(a, b, c) is a * b + c
+// --- vectors: load and store are unaligned; fma(a, b, c) is a * b + c; max(a, b) and min(a, b) are b where one is a NaN
 
 #if defined(BNY_AVX512)
 enum { VL = 16 };
@@ -125,6 +125,9 @@ BNY_INLINE vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
 BNY_INLINE vi vi_load(const void* p) { return _mm512_loadu_si512(p); }
 BNY_INLINE vi vi_zero(void) { return _mm512_setzero_si512(); }
 BNY_INLINE vi vi_set1(int32_t a) { return _mm512_set1_epi32(a); }
+BNY_INLINE vi vi_bits(vf a) { return _mm512_castps_si512(a); }
+BNY_INLINE vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
+BNY_INLINE vi vi_sub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 // Of every 32-bit word its low or high half, as a bfloat16.
 BNY_INLINE vf vf_low_bf16(vi a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
 BNY_INLINE vf vf_high_bf16(vi a) { return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32((int)0xffff0000))); }
@@ -158,6 +161,9 @@ BNY_INLINE vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
 BNY_INLINE vi vi_load(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
 BNY_INLINE vi vi_zero(void) { return _mm256_setzero_si256(); }
 BNY_INLINE vi vi_set1(int32_t a) { return _mm256_set1_epi32(a); }
+BNY_INLINE vi vi_bits(vf a) { return _mm256_castps_si256(a); }
+BNY_INLINE vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+BNY_INLINE vi vi_sub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 BNY_INLINE vf vf_low_bf16(vi a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
 BNY_INLINE vf vf_high_bf16(vi a) { return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32((int)0xffff0000))); }
 
@@ -199,9 +205,19 @@ BNY_INLINE vi vi_load(const void* p) {
 }
 BNY_INLINE vi vi_zero(void) { return (vi){0, 0, 0, 0}; }
 BNY_INLINE vi vi_set1(int32_t a) { return (vi){a, a, a, a}; }
+BNY_INLINE vi vi_bits(vf a) { return (vi)a; }
+BNY_INLINE vi vi_add(vi a, vi b) { return a + b; }
+BNY_INLINE vi vi_sub(vi a, vi b) { return a - b; }
 BNY_INLINE vf vf_low_bf16(vi a) { return (vf)((vu)a << 16); }
 BNY_INLINE vf vf_high_bf16(vi a) { return (vf)((vu)a & 0xffff0000u); }
 #endif
+
+BNY_INLINE int32_t vi_sum(vi a) {
+  int32_t lanes[VL], sum = 0;
+  memcpy(lanes, &a, sizeof lanes);
+  for (int i = 0; i < VL; i++) sum += lanes[i];
+  return sum;
+}
 
 // The sum and the maximum of the lanes, always in the same order.
 BNY_INLINE float vf_sum(vf a) {
