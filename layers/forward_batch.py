@@ -35,3 +35,4 @@ class ForwardBatch:
     extend_lens_host: np.ndarray  # int64 [B]
     prefix_lens_host: np.ndarray  # int64 [B]
     embeds: Sequence[EmbedSpan] = ()  # of tokens whose ids mean nothing
+    stop: np.ndarray | None = None  # int32 [1], on the host: as StepInput.stop

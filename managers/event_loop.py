@@ -24,6 +24,9 @@ class Verbs(Protocol):
     def absorb(self, batch: ScheduleBatch, handle: StepHandle) -> None:
         """Wait for the step and take its results in."""
 
+    def give_up(self, batch: ScheduleBatch) -> None:
+        """Tell a step under way if nobody waits for it any more. It is absorbed as ever."""
+
 
 class EventLoop(Protocol):
     """receive(in_flight) takes messages in before each turn, and may sleep when there is nothing to do.
@@ -55,6 +58,8 @@ class OverlapLoop:
 
     A request that arrives during step N-1 then waits for the whole of step N. Where a step takes long, that is more than the host's
     work can hide: the results of a step of ``long_step`` tokens or more are taken in before the next one is decided.
+
+    When the results of step N-1 end all requests of step N, that step is given up.
     """
 
     def __init__(self, scheduler: Verbs, receive: Callable[[bool], None], *, long_step: int | None = None) -> None:
@@ -74,6 +79,8 @@ class OverlapLoop:
         self._pending = (batch, scheduler.launch(batch)) if batch else None
         if pending:
             scheduler.absorb(*pending)
+            if batch:
+                scheduler.give_up(batch)
 
 
 class PipelineLoop:

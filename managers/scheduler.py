@@ -114,11 +114,17 @@ class Scheduler:
             self.results.fail(batch, reason)
         else:
             num_decode = len(batch.rows) - batch.num_prefill
-            num_prefill_tokens = len(batch.step.input_ids) - num_decode
-            self.stats.step(output.elapsed, num_prefill_tokens=num_prefill_tokens, num_decode_rows=num_decode, graph=output.graph)
+            num_prefill = len(batch.step.input_ids) - num_decode
+            if not output.given_up:
+                self.stats.step(output.elapsed, num_prefill_tokens=num_prefill, num_decode_rows=num_decode, graph=output.graph)
             self.results.absorb(batch, output)
         finally:
             self.masks.absorbed()
+
+    def give_up(self, batch: ScheduleBatch) -> None:
+        """Tell a step under way if all its rows have changed hands since: its results would be skipped, and its KV is nobody's."""
+        if (self.memory.table.epochs[batch.rows] != batch.epochs).all():
+            batch.step.stop[0] = 1
 
     # --- requests come and go
 

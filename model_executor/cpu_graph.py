@@ -55,6 +55,7 @@ class ProgramStruct(ctypes.Structure):
         ("buffers", c_void_p),
         ("scratch", c_void_p),
         ("seconds", c_void_p),
+        ("stop", c_void_p),
         ("num_ops", c_int64),
         ("vocab_size", c_int64),
         ("num_positions", c_int64),
@@ -115,12 +116,13 @@ class CpuGraph:
         )
 
     def hidden_states(self, batch: ForwardBatch) -> torch.Tensor:
-        """float32 [T, hidden] of a step that the backend has planned, valid until the next call."""
+        """float32 [T, hidden] of a step that the backend has planned, valid until the next call; anything if it is given up."""
         num_tokens = len(batch.input_ids)
         if not (batch.input_ids.dtype == batch.positions.dtype == torch.int64 and len(batch.positions) == num_tokens):
             raise ValueError("input_ids and positions must be int64 and of one length")
         if num_tokens > self._capacity:
             self._grow(num_tokens)
+        self._program.stop = None if batch.stop is None else batch.stop.ctypes.data
         step = self._backend.step.struct
         if step.num_tokens != num_tokens:
             raise ValueError(f"{step.num_tokens} tokens were planned, {num_tokens} are given")

@@ -14,6 +14,7 @@ class ResultBox:
 
     receipt: Receipt | None = None
     graph: bool = False
+    given_up: bool = False
 
 
 class BoxHandle:
@@ -29,7 +30,7 @@ class BoxHandle:
     def wait(self) -> StepOutput:
         """As StepHandle.wait."""
         output = self._own.wait()
-        output.graph = self._box.graph
+        output.graph, output.given_up = self._box.graph, self._box.given_up
         return output
 
 

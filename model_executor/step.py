@@ -44,6 +44,9 @@ class StepInput:
     Request b computes extend_lens[b] tokens, at positions [seq_lens[b] - extend_lens[b], seq_lens[b]); the KV of the tokens before
     that is already in the slots that req_to_token names. Its tokens are consecutive in input_ids and out_cache_loc, in the order
     of the requests. A negative input id -r stands for the token that the step before sampled for row r.
+
+    ``stop`` may be set to 1 while the step is under way: nobody will read its results, nor the KV that it writes. A runner may then
+    leave out the rest of it.
     """
 
     mode: ForwardMode
@@ -60,6 +63,7 @@ class StepInput:
     sampled_logprobs: list[LogprobRequest] = field(default_factory=list)
     embeds: list[EmbedSpan] = field(default_factory=list)
     hidden: list[HiddenSpan] = field(default_factory=list)
+    stop: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int32))
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class StepOutput:
     logprob_values: np.ndarray | None = None  # these two for unpack_logprobs: of prompt_logprobs, then of sampled_logprobs
     logprob_ids: np.ndarray | None = None
     hidden: np.ndarray | None = None  # for split_hidden
+    given_up: bool = False  # a part of the step was left out, because nobody wants its results; next_ids mean nothing
 
     @classmethod
     def of(cls, arrays: Sequence[np.ndarray]) -> StepOutput:

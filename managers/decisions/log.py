@@ -368,6 +368,9 @@ class Recorder:
             self._turn.owned = (self._scheduler.memory.table.epochs[batch.rows] == batch.epochs)[index]
         self._scheduler.absorb(batch, _TappedHandle(handle, self._turn))
 
+    def give_up(self, batch: ScheduleBatch) -> None:
+        self._scheduler.give_up(batch)
+
     def close(self) -> None:
         """The last turn is over, and no other comes."""
         self.end_turn()

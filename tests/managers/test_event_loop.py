@@ -17,6 +17,7 @@ class Steps:
         self.names = iter("abcdefgh")
         self.sizes = list(sizes)
         self.done: list[str] = []
+        self.given_up: list[str] = []  # or would have been, if nobody waited
 
     def receive(self, in_flight: bool) -> None:
         self.done.append("receive" + "+" * in_flight)
@@ -30,6 +31,9 @@ class Steps:
     def launch(self, batch: Any) -> Any:
         self.done.append(f"launch {batch.name}")
         return batch.name
+
+    def give_up(self, batch: Any) -> None:
+        self.given_up.append(batch.name)
 
     def absorb(self, batch: Any, handle: Any) -> None:
         assert handle == batch.name
@@ -53,6 +57,7 @@ def test_short_steps_overlap() -> None:
         ["receive+", "decide+", "absorb b"],
         ["receive", "decide"],
     ]
+    assert steps.given_up == ["b"], "once the results of the one before are in"
 
 
 def test_what_comes_during_a_long_step_is_seen_before_the_next() -> None:

@@ -11,6 +11,7 @@ from harness import EOS, SCRIPT, Harness, expected, prompt_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from banyan.managers.event_loop import OverlapLoop
 from banyan.managers.invariants import MemoryBreach, check_memory
 from banyan.managers.io_struct import FinishReason
 
@@ -63,6 +64,32 @@ def test_a_pool_too_small_for_all_retracts_and_loses_nothing(make: Any) -> None:
         assert len(harness.ids[rid]) == 100
         stop = expected(prompt, 100)
         assert harness.ids[rid][: len(stop)] == stop
+
+
+def given_up(harness: Any, **prompts: list[int]) -> list[bool]:
+    """Of each step that these requests take: nobody waits for it when it is absorbed."""
+    absorb, found = harness.scheduler.absorb, []
+
+    def note(batch: Any, handle: Any) -> None:
+        found.append(bool(batch.step.stop[0]))
+        absorb(batch, handle)
+
+    harness.scheduler.absorb = note
+    for rid, prompt in prompts.items():
+        harness.submit(rid, prompt, max_new_tokens=30)
+    harness.drain()
+    assert harness.ids == {rid: expected(prompt, 30) for rid, prompt in prompts.items()}
+    return found
+
+
+def test_a_step_beyond_the_end_of_all_its_requests_is_given_up(make: Any) -> None:
+    stops = next(prompt for prompt in (prompt_of(i, 20) for i in range(1000)) if 2 < len(expected(prompt, 29)) < 29)
+    goes_on = next(prompt for prompt in (prompt_of(i, 20) for i in range(1000)) if expected(prompt, 30)[-1] != EOS)
+    overlap = isinstance(make().loop, OverlapLoop)
+    num_steps = len(expected(stops, 30))
+    assert given_up(make(), a=stops) == [False] * num_steps + [True] * overlap
+    assert given_up(make(), b=goes_on) == [False] * 30, "that its length ends it is known before"
+    assert given_up(make(), a=stops, b=goes_on) == [False] * 30, "another goes on"
 
 
 def test_second_request_hits_the_shared_prefix(make: Any) -> None:

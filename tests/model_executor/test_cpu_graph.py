@@ -219,6 +219,24 @@ def test_ids_and_slots_out_of_bounds_fail_the_step_alone(make) -> None:
     assert runner.launch(step(table, [(1, 0, 9)], ids)).wait().next_ids == good
 
 
+def test_a_step_that_is_given_up_leaves_out_what_has_not_begun(make) -> None:
+    runner, _ = made = make()
+    table, ids = tables(0)
+    whole = states(made, 0, [[(1, 0, 60)], [(1, 60, 61)]])
+
+    def seconds(stop: int) -> tuple[float, bool]:
+        of = step(table, [(2, 0, 30)], ids)
+        of.stop[0] = stop
+        outputs = []
+        spent = runner._cache.forward.__self__.profile(lambda: outputs.append(runner.launch(of).wait()))
+        return sum(spent.values()), outputs[0].given_up
+
+    spent, given_up = seconds(0)
+    assert spent > 0 and not given_up
+    assert seconds(1) == (0, True)
+    assert torch.equal(states(made, 0, [[(1, 0, 60)], [(1, 60, 61)]]), whole), "those that come after it are computed as ever"
+
+
 @pytest.mark.parametrize("config", [{"kv_cache_dtype": "int4"}, {"kv_cache_dtype": "int8", "attention_backend": "triton"}])
 def test_a_kv_dtype_that_does_not_fit_is_refused(config, make) -> None:
     with pytest.raises(ValueError, match=r"kv_cache_dtype|reads KV in float32 only"):

@@ -31,6 +31,7 @@ extern "C" int64_t bny_run(const bny_program* program, const bny_step* step, con
   for (int64_t t = 0; t < step->num_tokens; t++)
     if ((uint64_t)ids[t] >= (uint64_t)program->vocab_size || (uint64_t)positions[t] >= (uint64_t)program->num_positions) return t;
   for (int64_t i = 0; i < program->num_ops; i++) {
+    if (program->stop && __atomic_load_n(program->stop, __ATOMIC_RELAXED)) break;
     const double start = program->seconds ? omp_get_wtime() : 0;
     run_op(*program, program->ops[i], step, ids, positions);
     if (program->seconds) program->seconds[i] += omp_get_wtime() - start;

@@ -31,6 +31,7 @@ typedef struct bny_program {
   float* const* buffers;   // [num_tokens][width] each
   void* scratch;           // for linears, 64-byte aligned
   double* seconds;         // [num_ops], the time of each op is added; or NULL
+  const int32_t* stop;     // once it is not 0 the ops that have not begun are left out; or NULL
   int64_t num_ops;
   int64_t vocab_size, num_positions;
 } bny_program;
