@@ -80,6 +80,7 @@ CASES = {
     **{f"group {group}": Case((70, 129), (1, 30), heads=2 * group) for group in (1, 3, 4, 5, 7, 8, 16)},
     **{f"head dim {dim}": Case((70, 129), (1, 30), dim=dim) for dim in (8, 12, 80, 96, 128, 256)},
     **{f"KV {dtype}"[9:]: Case((70, 12, 129, 64), (1, 12, 30, 1), kv=dtype) for dtype in (torch.bfloat16, torch.int8)},
+    **{f"forty requests, {dtype}": Case(tuple(range(1, 400, 10)), (1,) * 40, kv=dtype) for dtype in Backend.kv_dtypes},
     **{f"KV {dtype} dim 12"[9:]: Case((70, 129), (1, 30), kv=dtype, dim=12) for dtype in (torch.bfloat16, torch.int8)},
     **{f"pages of {page}": Case((70, 12, 129), (1, 12, 30), page=page) for page in (4, 16, 64)},
     "window 1": Case((70, 129), (1, 30), window=1),

@@ -18,6 +18,8 @@ namespace {
 
 constexpr int BLOCK_ROWS = 192;     // queries of a block, tokens times heads that share a KV head
 constexpr int MANY_ROWS = 16;       // queries from which matrix products gain more than transposing K costs
+constexpr int FEW_ROWS = 6;         // queries up to which keys are converted as often as they are read
+constexpr int MOST_TOGETHER = 8;    // requests that a thread takes at once, so that it knows what it will read next
 constexpr int64_t SMALL = 1 << 15;  // multiplications below which waking threads costs more than it saves
 
 struct Block {
@@ -38,6 +40,7 @@ struct Work {
   int64_t out_stride;
   int P, group;                         // group: query heads of a KV head
   std::vector<Block> first, blocks;     // first: those of shared prefixes, whose states the others start from
+  size_t num_extends;                   // blocks at the start that are taken one by one
   std::vector<int64_t> shared_tiles;    // of each request, 0 where it shares nothing
   std::vector<int64_t> part_of;         // of each request: its first tile's place in parts, -1 where it is not cut
   std::vector<int64_t> first_tile;      // of each request that is cut
@@ -50,7 +53,6 @@ struct Scratch {
   std::vector<float> q, states, rows, many;
   std::vector<int> lo, hi;
   Tile tile;
-  Ahead ahead;
   float* grown(std::vector<float>& v, int64_t size) {
     if ((int64_t)v.size() < size) v.resize(size);
     return v.data();
@@ -61,7 +63,7 @@ thread_local std::vector<float> shared_memory, parts_memory;  // of the thread t
 
 int64_t first_key(const bny_kv& kv, int64_t position) { return kv.window > 0 ? std::max<int64_t>(0, position - kv.window + 1) : 0; }
 
-// Rows of one KV head at a tile, for Tile (float32) and Ahead (whatever they hold).
+// Rows of one KV head at a tile.
 struct Rows {
   const bny_kv& kv;
   const int32_t* slots;
@@ -88,21 +90,25 @@ void read_row(const Rows& rows, const void* base, const float* scales, int j, fl
   for (int d = D; d < P; d++) out[d] = 0;
 }
 
-// The keys [lo, hi) of a tile as float32 rows: where they lie, or converted into scratch, fetching what comes next meanwhile.
-void open_tile(const Rows& rows, int lo, int hi, int P, const Ahead* ahead) {
+// The keys [lo, hi) of a tile where they lie.
+void open_tile(const Rows& rows, int lo, int hi) {
   Tile& tile = scratch.tile;
   tile.lo = lo, tile.hi = hi;
-  if (rows.kv.type == BNY_KV_F32 && P == rows.kv.head_dim) {
-    for (int j = lo; j < hi; j++) {
-      tile.k[j] = (const float*)rows.raw(rows.kv.k, j);
-      tile.v[j] = (const float*)rows.raw(rows.kv.v, j);
-    }
-    return;
+  for (int j = lo; j < hi; j++) {
+    tile.k[j] = rows.raw(rows.kv.k, j), tile.v[j] = rows.raw(rows.kv.v, j);
+    if (rows.kv.type != BNY_KV_S8) continue;
+    tile.k_scale[j] = rows.kv.k_scale[rows.place(j)], tile.v_scale[j] = rows.kv.v_scale[rows.place(j)];
   }
+}
+
+// The same as float32 rows of P values in scratch.
+void convert_tile(const Rows& rows, int lo, int hi, int P, Ahead& ahead) {
+  Tile& tile = scratch.tile;
+  tile.lo = lo, tile.hi = hi;
   float* k = scratch.grown(scratch.rows, 2 * TILE * P);
   float* v = k + TILE * P;
   for (int j = lo; j < hi; j++) {
-    if (ahead) ahead->fetch(ahead->k, j, j + 1), ahead->fetch(ahead->v, j, j + 1);
+    ahead.fetch(0, j + 1), ahead.fetch(1, j + 1);
     tile.k[j] = k + j * P, tile.v[j] = v + j * P;
     read_row(rows, rows.kv.k, rows.kv.k_scale, j, k + j * P, P);
     read_row(rows, rows.kv.v, rows.kv.v_scale, j, v + j * P, P);
@@ -110,14 +116,14 @@ void open_tile(const Rows& rows, int lo, int hi, int P, const Ahead* ahead) {
 }
 
 // The same as matrices.
-DenseTile open_dense(const Rows& rows, int lo, int hi, int P, const Ahead* ahead, float* memory) {
+DenseTile open_dense(const Rows& rows, int lo, int hi, int P, bool direct, Ahead& ahead, float* memory) {
   Tile& tile = scratch.tile;
   float *kt = memory, *v = memory + TILE * P;
-  open_tile(rows, lo, hi, P, ahead);
-  for (int j = 0; j < TILE; j++)
-    if (j < lo || j >= hi) tile.k[j] = tile.k[lo];  // any row: nobody sees it
-  transpose_tile(tile.k, kt, P);
-  if (tile.v[hi - 1] == scratch.rows.data() + TILE * P + (hi - 1) * P) return DenseTile{kt, scratch.rows.data() + TILE * P};
+  direct ? open_tile(rows, lo, hi) : convert_tile(rows, lo, hi, P, ahead);
+  const float* k[TILE];
+  for (int j = 0; j < TILE; j++) k[j] = (const float*)tile.k[j < lo || j >= hi ? lo : j];  // of keys that nobody sees any row
+  transpose_tile(k, kt, P);
+  if (!direct) return DenseTile{kt, scratch.rows.data() + TILE * P};
   for (int j = lo; j < hi; j++) memcpy(v + j * P, tile.v[j], sizeof(float) * P);
   return DenseTile{kt, v};
 }
@@ -194,19 +200,31 @@ void visible(const Work& w, const Block& b, int64_t tile, int* lo_all, int* hi_a
   }
 }
 
-const Ahead* look_ahead(const Work& w, const Block& b, int64_t tile, int head) {
-  const int64_t last = b.shared ? b.position : b.position + b.count;
-  if (tile >= b.end) return nullptr;
-  const Rows rows{w.kv, slots_of(w.step, b.request) + tile * TILE, head};
-  Ahead& ahead = scratch.ahead;
+// What a block reads at a tile, or its successor at its first one where it has no more.
+Ahead look_ahead(const Work& w, const Block* b, int64_t tile, const Block* next) {
+  if (tile >= b->end) b = next, tile = b ? b->tile : 0;
+  Ahead ahead;
+  if (b == nullptr) return ahead;
+  const bny_kv& kv = w.kv;
+  const int64_t last = b->shared ? b->position : b->position + b->count;
+  ahead.slots = slots_of(w.step, b->request) + tile * TILE;
   ahead.count = (int)std::min<int64_t>(TILE, last - tile * TILE);
-  ahead.bytes = w.kv.head_dim * element_size(w.kv.type);
-  for (int j = 0; j < ahead.count; j++) ahead.k[j] = rows.raw(w.kv.k, j), ahead.v[j] = rows.raw(w.kv.v, j);
-  return &ahead;
+  ahead.bytes = b->num_heads * kv.head_dim * element_size(kv.type);
+  ahead.stride = (int64_t)kv.kv_heads * kv.head_dim * element_size(kv.type), ahead.scale_stride = kv.kv_heads;
+  const void* const bases[2] = {kv.k, kv.v};
+  const float* const scales[2] = {kv.k_scale, kv.v_scale};
+  for (int i = 0; i < 2; i++) {
+    ahead.base[i] = (const char*)bases[i] + (int64_t)b->head * kv.head_dim * element_size(kv.type);
+    ahead.scale[i] = scales[i] ? scales[i] + b->head : nullptr;
+  }
+  return ahead;
 }
 
+// Whether the keys are read by whoever computes with them, rather than converted before.
+bool reads_floats(const Work& w) { return w.kv.type == BNY_KV_F32 && w.P == w.kv.head_dim; }
+
 // A block of many queries of one KV head, none of which is left for the fold.
-void run_many(const Work& w, const Block& b) {
+void run_many(const Work& w, const Block& b, const Block* next) {
   const int64_t n = b.count * w.group, padded = (n + ROUND - 1) / ROUND * ROUND, size = state_size(w.P);
   float* q = scratch.grown(scratch.q, padded * w.P);
   float* states = scratch.grown(scratch.states, padded * size);
@@ -216,38 +234,53 @@ void run_many(const Work& w, const Block& b) {
   start_states(w, b, states);
   memset(q + n * w.P, 0, sizeof(float) * (padded - n) * w.P);
   for (int64_t i = n; i < padded; i++) scratch.lo[i] = scratch.hi[i] = 0, clear_state(states + i * size, w.P);
-  const bool direct = w.kv.type == BNY_KV_F32 && w.P == w.kv.head_dim;
   for (int64_t tile = b.tile; tile < b.end; tile++) {
     int lo, hi;
     visible(w, b, tile, &lo, &hi);
     if (lo >= hi) continue;
-    const Ahead* ahead = look_ahead(w, b, tile + 1, b.head);
+    Ahead ahead = look_ahead(w, &b, tile + 1, next);
+    ahead.share(0, 1);
     const Rows rows{w.kv, slots_of(w.step, b.request) + tile * TILE, b.head};
-    const DenseTile dense = open_dense(rows, lo, hi, w.P, direct ? nullptr : ahead, memory + many_scratch(padded));
-    if (direct && ahead) ahead->fetch(ahead->k, 0, TILE), ahead->fetch(ahead->v, 0, TILE);
+    const DenseTile dense = open_dense(rows, lo, hi, w.P, reads_floats(w), ahead, memory + many_scratch(padded));
+    ahead.fetch(0, TILE), ahead.fetch(1, TILE);
     attend_many(q, (int)padded, dense, scratch.lo.data(), scratch.hi.data(), w.kv, states, w.P, memory);
   }
   finish_states(w, b, states, 0);
 }
 
-void run_block(const Work& w, const Block& b) {
+// One KV head of a tile and n queries.
+void run_few(const Work& w, const Rows& rows, int lo, int hi, const float* q, int n, Ahead& ahead, float* states) {
+  const int *from = scratch.lo.data(), *to = scratch.hi.data();
+  const Tile& tile = scratch.tile;
+  if (w.P != w.kv.head_dim || (w.kv.type != BNY_KV_F32 && n > FEW_ROWS)) {
+    convert_tile(rows, lo, hi, w.P, ahead);
+    return attend<Float32>(q, n, tile, ahead, from, to, w.kv, states, w.P);
+  }
+  open_tile(rows, lo, hi);
+  switch (w.kv.type) {
+    case BNY_KV_F32: return attend<Float32>(q, n, tile, ahead, from, to, w.kv, states, w.P);
+    case BNY_KV_BF16: return attend<Bfloat16>(q, n, tile, ahead, from, to, w.kv, states, w.P);
+    default: return attend<Int8>(q, n, tile, ahead, from, to, w.kv, states, w.P);
+  }
+}
+
+// next: the block that this thread takes after b, or NULL.
+void run_block(const Work& w, const Block& b, const Block* next) {
   const int64_t n = b.count * w.group, all = n * b.num_heads, size = state_size(w.P);
-  if (b.num_heads == 1 && !b.part && n >= MANY_ROWS) return run_many(w, b);
+  if (b.num_heads == 1 && !b.part && n >= MANY_ROWS) return run_many(w, b, next);
   float* q = scratch.grown(scratch.q, all * w.P);
   float* states = scratch.grown(scratch.states, all * size);
   if ((int64_t)scratch.lo.size() < n) scratch.lo.resize(n), scratch.hi.resize(n);
   load_queries(w, b, q);
   start_states(w, b, states);
-  const bool direct = w.kv.type == BNY_KV_F32 && w.P == w.kv.head_dim;
   for (int64_t tile = b.tile; tile < b.end; tile++) {
     int lo, hi;
     visible(w, b, tile, &lo, &hi);
+    Ahead ahead = look_ahead(w, &b, tile + 1, next);
     for (int h = 0; h < b.num_heads && lo < hi; h++) {
-      const bool last = h + 1 == b.num_heads;
-      const Ahead* ahead = look_ahead(w, b, last ? tile + 1 : tile, last ? b.head : b.head + h + 1);
-      open_tile(Rows{w.kv, slots_of(w.step, b.request) + tile * TILE, b.head + h}, lo, hi, w.P, direct ? nullptr : ahead);
-      attend(q + h * n * w.P, (int)n, scratch.tile, direct ? ahead : nullptr, scratch.lo.data(), scratch.hi.data(), w.kv,
-                   states + h * n * size, w.P);
+      ahead.share(h, b.num_heads);
+      const Rows rows{w.kv, slots_of(w.step, b.request) + tile * TILE, b.head + h};
+      run_few(w, rows, lo, hi, q + h * n * w.P, (int)n, ahead, states + h * n * size);
     }
     if (b.part) {
       finish_states(w, b, states, tile);
@@ -266,6 +299,17 @@ void fold_parts(const Work& w, int64_t request, int64_t head) {
     clear_state(state, w.P);
   for (int64_t i = 0; i < w.num_tiles[request]; i++) fold_state(state, part_state(w, request, w.first_tile[request] + i, head), w.P);
   finish_state(state, w.out + w.step.starts[request] * w.out_stride + head * w.kv.head_dim, w.kv.head_dim, w.P);
+}
+
+// Blocks of many tokens one by one, the others several at once.
+void run_blocks(const Work& w, int threads) {
+  const int64_t single = w.num_extends, rest = (int64_t)w.blocks.size() - single;
+  const int64_t each = std::max<int64_t>(1, std::min<int64_t>(MOST_TOGETHER, rest / (8 * threads)));
+  bny_parallel(threads, single + (rest + each - 1) / each, [&](int64_t piece) {
+    const int64_t begin = piece < single ? piece : single + (piece - single) * each;
+    const int64_t end = piece < single ? piece + 1 : std::min(begin + each, single + rest);
+    for (int64_t i = begin; i < end; i++) run_block(w, w.blocks[i], i + 1 < end ? &w.blocks[i + 1] : nullptr);
+  });
 }
 
 // --- planning -----------------------------------------------------------------------------------------------------------------
@@ -328,6 +372,7 @@ int64_t plan(Work& w, int threads) {
   plan_groups(w, threads);
   for (int64_t b = 0; b < step.num_requests; b++)
     if (step.extend_lens[b] > 1) plan_extend(w, b, threads);
+  w.num_extends = w.blocks.size();
   for (int64_t b = 0; b < step.num_requests; b++)
     if (step.extend_lens[b] == 1) {
       plan_decode(w, b, num_decodes, threads);
@@ -348,11 +393,11 @@ extern "C" {
 void bny_attention(const bny_kv* kv, const bny_step* step, const float* q, int64_t q_stride, float* out, int64_t out_stride) {
   using namespace bny;
   const size_t n = step->num_requests;
-  Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, {}, {}, {}, {}, nullptr, nullptr};
+  Work w{*kv, *step, q, q_stride, out, out_stride, (kv->head_dim + VL - 1) / VL * VL, kv->heads / kv->kv_heads, {}, {}, 0, {}, {}, {}, {}, nullptr, nullptr};
   w.shared_tiles.assign(n, 0), w.part_of.assign(n, -1), w.first_tile.assign(n, 0), w.num_tiles.assign(n, 0);
   const int threads = (int)plan(w, omp_get_max_threads());
-  bny_parallel(threads, (int64_t)w.first.size(), [&](int64_t i) { run_block(w, w.first[i]); });
-  bny_parallel(threads, (int64_t)w.blocks.size(), [&](int64_t i) { run_block(w, w.blocks[i]); });
+  bny_parallel(threads, (int64_t)w.first.size(), [&](int64_t i) { run_block(w, w.first[i], nullptr); });
+  run_blocks(w, threads);
   std::vector<int64_t> cut;
   for (size_t b = 0; b < n; b++)
     if (w.part_of[b] >= 0) cut.push_back((int64_t)b);

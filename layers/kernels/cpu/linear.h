@@ -10,7 +10,7 @@
 #include "pool.h"
 #include "simd.h"
 
-enum { NR = 2 * VL, GROUP = 32, BLOCK_K = 256, LINE = 64 };
+enum { NR = 2 * VL, GROUP = 32, BLOCK_K = 256 };
 
 BNY_INLINE int64_t round_up(int64_t a, int64_t to) { return (a + to - 1) / to * to; }
 BNY_INLINE int64_t div_up(int64_t a, int64_t by) { return (a + by - 1) / by; }

@@ -36,6 +36,8 @@
 #define BNY_USE_NOW(a) (void)(a)
 #endif
 
+enum { LINE = 64 };  // bytes that come from memory together
+
 // --- scalars
 
 BNY_INLINE float bf16_to_f32(uint16_t h) {
