@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .events import Tools
-from .json_text import dumps, escaped, skip_blanks
-from .scan import CallParser, Marks
-from .typed_value import TypedValue
+from .json_text import skip_blanks
+from .scan import Marks
+from .typed_calls import TypedCalls
 
 MAX_KEY = 1024  # characters of an argument's name
 
 
-class XmlCalls(CallParser):
+class XmlCalls(TypedCalls):
     """call_open NAME name_close, then per argument param_open KEY key_close [value_open] VALUE value_close, then call_close."""
 
     wrapper: ClassVar[tuple[str, str] | None] = None  # around a call or several
@@ -29,10 +29,9 @@ class XmlCalls(CallParser):
     value_close: ClassVar[str] = ""
     call_close: ClassVar[str] = ""
     own_lines: ClassVar[bool] = False  # a newline behind key_close and one before value_close are no part of the value
-    guess: ClassVar[bool] = False  # without a type in the schema, what can be read as JSON is JSON
 
     def __init__(self, tools: Tools | None = None) -> None:
-        super().__init__(tools)
+        super().__init__(tools, self.value_close)
         wrapper = self.wrapper or ("", "")
         self._outside = Marks(*wrapper, self.call_open)
         self._call_open = Marks(self.call_open)
@@ -40,11 +39,7 @@ class XmlCalls(CallParser):
         self._inside = Marks(self.param_open, self.call_close)
         self._key_ends = Marks(self.key_close)
         self._value_opens = Marks(self.value_open) if self.value_open else None
-        self._value_ends = Marks(self.value_close)
         self._properties: Mapping[str, Any] = {}
-        self._parameters: Any = None  # the schema that they are within
-        self._num_arguments = 0
-        self._typed = TypedValue(guess=self.guess)  # the newest argument
         self._newline = ""  # held back: value_close may follow
 
     def _text(self, text: str, pos: int, final: bool) -> int:
@@ -89,10 +84,8 @@ class XmlCalls(CallParser):
             return end
         schema = (self._tools or {}).get(name, {})
         properties = schema.get("properties")
-        self._parameters = schema
         self._properties = properties if isinstance(properties, Mapping) else {}
-        self._num_arguments = 0
-        self._argue("{")
+        self._begin_arguments(schema)
         self._go_on(mark)
         return end
 
@@ -101,8 +94,7 @@ class XmlCalls(CallParser):
         if mark == self.param_open:
             self._state = self._key
         elif mark == self.call_close:
-            self._argue("}")
-            self._state = self._text
+            self._end_arguments()
         else:
             self._state = self._body
 
@@ -118,9 +110,7 @@ class XmlCalls(CallParser):
         if match is None:
             return pos if len(text) - pos < MAX_KEY and not final else self._skip_key(len(text))
         key, is_string = self.key_of(text[pos : match.start()])
-        self._typed = TypedValue(self._properties.get(key), self._parameters, guess=self.guess, is_string=is_string)
-        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._typed.streams else ""))
-        self._num_arguments += 1
+        self._begin_argument(key, self._properties.get(key), is_string=is_string)
         self._newline = ""
         self._state = self._value_start
         return match.end()
@@ -147,31 +137,12 @@ class XmlCalls(CallParser):
         self._state = self._value
         return end
 
-    def _value(self, text: str, pos: int, final: bool) -> int:
-        pos, mark = self._until(self._value_ends, self._put, (text, pos, False))
-        if final and mark is None:  # cut off within its end mark
-            return len(text)
-        if mark is not None and self._typed.is_amid_string:
-            self._put(mark)
-        elif mark is not None:
-            self._argue('"' if self._typed.streams else self._typed.json())
-            self._state = self._body
-        return pos
-
     def _put(self, text: str) -> None:
         if self.own_lines and text:
             text = self._newline + text
             self._newline = "\n" if text.endswith("\n") else ""
             text = text[: len(text) - len(self._newline)]
-        if self._typed.streams:
-            self._argue(escaped(text))
-        else:
-            self._typed.put(text)
-
-    def _end(self) -> None:
-        if self._state == self._body:  # every argument is whole, only the call's end is missing
-            self._argue("}")
-            self._state = self._text
+        super()._put(text)
 
 
 class Qwen3Coder(XmlCalls):

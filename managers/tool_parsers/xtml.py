@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 
 from .events import Reasoning, Tools
-from .json_text import dumps, escaped, property_of
-from .scan import CallParser, Marks
-from .typed_value import TypedValue
+from .json_text import property_of
+from .scan import Marks
+from .typed_calls import TypedCalls
 
 OPEN, CLOSE, SEPARATOR, END_OF_MESSAGE = "<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"
 MAX_TAG = 1024  # characters of an argument's tag
 _MARKS = Marks(OPEN, CLOSE, END_OF_MESSAGE)
 _SEPARATOR = Marks(SEPARATOR)
-_VALUE_END = Marks(f"{CLOSE}argument{SEPARATOR}")
 _ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -22,7 +21,7 @@ def _attributes(header: str) -> dict[str, str]:
     return {key: value.replace("&quot;", '"').replace("&amp;", "&") for key, value in found}
 
 
-class KimiK3(CallParser):
+class KimiK3(TypedCalls):
     """Blocks think, response and tools; in the last one, of each call, without the line breaks:
 
     <|open|>call tool="NAME" index="1"<|sep|>
@@ -34,18 +33,16 @@ class KimiK3(CallParser):
 
     starts = (f"{OPEN}tools{SEPARATOR}",)
     markers = (OPEN, CLOSE, SEPARATOR, END_OF_MESSAGE)
+    guess = True
 
     def __init__(self, tools: Tools | None = None, *, calls: bool = True, reasoning: bool = True, inside: bool = False) -> None:
         """calls, reasoning: tell these as what they are; else as text. inside: the thinking is open."""
-        super().__init__(tools)
+        super().__init__(tools, f"{CLOSE}argument{SEPARATOR}")
         self._calls = calls
         self._reasoning = reasoning
         self._block = "think" if inside and reasoning else "response"
         self._thoughts: list[str] = []  # blanks that were not told: the thinking may end
         self._thought = False
-        self._parameters: object = None  # schema of the call's arguments
-        self._num_arguments = 0
-        self._typed = TypedValue(guess=True)  # the newest argument
 
     # --- blocks -------------------------------------------------------------------------------------------------------------------
 
@@ -110,28 +107,22 @@ class KimiK3(CallParser):
         name, index = attributes.get("tool", ""), attributes.get("index")
         if not self._open(name, None if index is None else f"{name}:{index}"):
             return
-        self._parameters = (self._tools or {}).get(name, {})
-        self._num_arguments = 0
-        self._argue("{")
+        self._begin_arguments((self._tools or {}).get(name, {}))
         self._state = self._body
 
     def _body(self, text: str, pos: int, final: bool) -> int:
         """Between arguments. What stands there is nothing."""
         pos, mark = self._until(_MARKS, lambda _: None, (text, pos, final))
         if mark == END_OF_MESSAGE:
-            self._end_call()
+            self._end_arguments()
         elif mark is not None:
             self._state = self._argument_tag if mark == OPEN else self._end_tag
         return pos
 
-    def _end_call(self) -> None:
-        self._argue("}")
-        self._state = self._text
-
     def _end_tag(self, text: str, pos: int, final: bool) -> int:
         end, name = self._read_tag(text, pos, final)
         if name is not None and name.strip() in ("call", "tools", "message"):
-            self._end_call()
+            self._end_arguments()
             self._block = self._block if name.strip() == "call" else ""
         return end
 
@@ -152,29 +143,6 @@ class KimiK3(CallParser):
         key = attributes["key"]
         kind = attributes.get("type", "")
         schema = property_of(self._parameters, self._parameters, key) if kind in ("", "string") else None
-        self._typed = TypedValue(schema, self._parameters, guess=True, is_string=kind == "string")
-        self._argue((", " if self._num_arguments else "") + dumps(key) + ": " + ('"' if self._typed.streams else ""))
-        self._num_arguments += 1
+        self._begin_argument(key, schema, is_string=kind == "string")
         self._state = self._value
         return end
-
-    def _value(self, text: str, pos: int, final: bool) -> int:
-        pos, mark = self._until(_VALUE_END, self._put, (text, pos, False))
-        if final and mark is None:  # cut off within its end tag
-            return len(text)
-        if mark is not None and self._typed.is_amid_string:
-            self._put(mark)
-        elif mark is not None:
-            self._argue('"' if self._typed.streams else self._typed.json())
-            self._state = self._body
-        return pos
-
-    def _put(self, text: str) -> None:
-        if self._typed.streams:
-            self._argue(escaped(text))
-        else:
-            self._typed.put(text)
-
-    def _end(self) -> None:
-        if self._state == self._body:  # every argument is whole, only the call's end is missing
-            self._end_call()
