@@ -20,9 +20,10 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from native_bench import begin, make_parser, numbers, setting
 from report import environment, number, publish
 
-from banyan.layers.kernels.cpu.library import Native, native_kernels
+from banyan.layers.kernels.cpu.library import Native
 from banyan.layers.kernels.cpu.packed import Kind, PackedLinear, PackedWeight, aligned
 
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))  # (outputs, inputs): QKV, o, gate-up, down
@@ -43,11 +44,7 @@ class Candidate:
 
 
 def main() -> int:
-    args = _arguments()
-    native = native_kernels()
-    if not isinstance(native, Native):
-        print(f"bench_kernels: error: {native.why}", file=sys.stderr)
-        return 1
+    args, native = begin(_parser())
     facts = environment()
     bandwidth, flops = machine_limits(native)
     shapes = [shape for _ in range(args.layers) for shape in LAYER]
@@ -60,10 +57,9 @@ def main() -> int:
             limit = max(candidate.nbytes / bandwidth, operations / flops)
             cell = {"ms": median(seconds) * 1e3, "best_ms": min(seconds) * 1e3, "limit_ms": limit * 1e3}
             results.append({"rows": m, "kind": candidate.name, **cell, "speedup": median(times[0]) / median(seconds)})
-    setting = {
+    conditions = {
         "layers": args.layers,
-        "threads": torch.get_num_threads(),
-        "kernels": native.isa,
+        **setting(native),
         "memory_read_gb_s": bandwidth / 1e9,
         "fma_gflops": flops / 1e9,
     }
@@ -78,22 +74,17 @@ def main() -> int:
         ]
         for r in results
     ]
-    publish({"benchmark": "kernels", "environment": facts, "setting": setting, "results": results}, head, rows, args.json)
+    publish({"benchmark": "kernels", "environment": facts, "setting": conditions, "results": results}, head, rows, args.json)
     return 0
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 64, 256, 512])
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 64, 256, 512])
     parser.add_argument("--kinds", type=lambda text: [Kind[part] for part in text.split(",")], default=list(Kind)[:5])
     parser.add_argument("--layers", type=int, default=12, help="layers of the stack")
     parser.add_argument("--repeats", type=int, default=3, help="turns")
-    parser.add_argument("--threads", type=int, help="threads, if not torch's default")
-    parser.add_argument("--json", help="file for everything that was measured")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
+    return parser
 
 
 def machine_limits(native: Native) -> tuple[float, float]:

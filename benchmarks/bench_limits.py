@@ -19,13 +19,13 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-import torch
 from bench_kernels import machine_limits
 from bench_step import Case, EngineSide
+from native_bench import begin, make_parser, numbers, setting
 from report import environment, number, publish
 
 from banyan.layers.embedding import Embedding
-from banyan.layers.kernels.cpu.library import Native, native_kernels
+from banyan.layers.kernels.cpu.library import Native
 from banyan.layers.linear import Linear
 from banyan.model_executor.cpu_graph import CpuGraph
 from banyan.model_executor.model_runner import ModelRunner
@@ -63,21 +63,16 @@ class Clock:
 
 def main() -> int:
     """Run; the exit status."""
-    args = _arguments()
-    native = native_kernels()
-    if not isinstance(native, Native):
-        print(f"bench_limits: error: {native.why}", file=sys.stderr)
-        return 1
+    args, native = begin(_parser())
     facts = environment()
     bandwidth, flops = machine_limits(native)
     clock = Clock(native)
     results = [result for form in args.forms for result in _measure(form, args, clock, (bandwidth, flops))]
-    setting = {
+    conditions = {
         "model": args.model_path,
         "length": args.length,
         "steps": args.steps,
-        "threads": torch.get_num_threads(),
-        "kernels": native.isa,
+        **setting(native),
         "memory_read_gb_s": bandwidth / 1e9,
         "fma_gflops": flops / 1e9,
     }
@@ -92,33 +87,24 @@ def main() -> int:
         ]
         for r in results
     ]
-    publish({"benchmark": "limits", "environment": facts, "setting": setting, "results": results}, HEAD, rows, args.json)
+    publish({"benchmark": "limits", "environment": facts, "setting": conditions, "results": results}, HEAD, rows, args.json)
     for r in results if args.profile else ():
         shares = ", ".join(f"{kind} {ms:.2f}" for kind, ms in sorted(r["profile"].items(), key=lambda item: -item[1]) if ms > 0.005)
         print(f"{r['form']}, {r['step']}, ms: {shares}")
     return 0
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in filter(None, text.split(","))]
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
     parser.add_argument("--model-path", default="smollm2", help="alias, folder or .gguf file")
     parser.add_argument("--load-format", default="auto", help="as of banyan serve")
     parser.add_argument("--forms", type=lambda text: text.split(","), default=list(FORMS), help=f"of {', '.join(FORMS)}")
-    parser.add_argument("--batches", type=_numbers, default=[1, 8, 32, 64], help="requests of decode steps (default: 1,8,32,64)")
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64], help="requests of decode steps (default: 1,8,32,64)")
     parser.add_argument("--length", type=int, default=128, help="tokens of context of each request of a decode step")
-    parser.add_argument("--prompts", type=_numbers, default=[1024, 4096], help="tokens of prompts (default: 1024,4096)")
+    parser.add_argument("--prompts", type=numbers, default=[1024, 4096], help="tokens of prompts (default: 1024,4096)")
     parser.add_argument("--profile", action="store_true", help="time by kind of operation")
     parser.add_argument("--steps", type=int, default=24, help="measured steps of each case")
-    parser.add_argument("--threads", type=int, help="threads, if not torch's default")
-    parser.add_argument("--json", help="file for everything that was measured")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
+    return parser
 
 
 def _measure(form: str, args: argparse.Namespace, clock: Clock, limits: tuple[float, float]) -> list[dict[str, Any]]:

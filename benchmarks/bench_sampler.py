@@ -19,9 +19,10 @@ from statistics import median
 
 import numpy as np
 import torch
+from native_bench import begin, make_parser, numbers, setting
 from report import environment, number, publish
 
-from banyan.layers.kernels.cpu.library import Native, native_kernels
+from banyan.layers.kernels.cpu.library import Native
 from banyan.layers.sampler import sample
 from banyan.layers.sampling_input import TOP_K_ALL, SamplingInput
 
@@ -38,12 +39,8 @@ HEAD = ("parameters", "logits", "vocabulary", "rows", "torch, us", "best", "nati
 
 
 def main() -> int:
-    """Run; the exit status: 1 where there are no native kernels, or ids differ."""
-    args = _arguments()
-    native = native_kernels()
-    if not isinstance(native, Native):
-        print(f"bench_sampler: error: {native.why}", file=sys.stderr)
-        return 1
+    """Run; the exit status: 1 where ids differ."""
+    args, native = begin(_parser())
     facts = environment()
     results = [
         _measure(native, args, case=case, shape=shape, vocab_size=vocab_size, rows=rows)
@@ -60,31 +57,22 @@ def main() -> int:
         ]
         for r in results
     ]
-    setting = {"threads": torch.get_num_threads(), "kernels": native.isa, "repeats": args.repeats, "clock": args.clock}
-    publish({"benchmark": "sampler", "environment": facts, "setting": setting, "results": results}, HEAD, table, args.json)
+    conditions = {**setting(native), "repeats": args.repeats, "clock": args.clock}
+    publish({"benchmark": "sampler", "environment": facts, "setting": conditions, "results": results}, HEAD, table, args.json)
     different = sum(r["different"] for r in results)
     print(f"\nids that differ: {different} of {sum(r['draws'] for r in results)}")
     return int(different > 0)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__)
     parser.add_argument("--rows", type=numbers, default=[1, 8, 32])
     parser.add_argument("--vocab-sizes", type=numbers, default=[49_152])
     parser.add_argument("--shapes", nargs="+", choices=["peaked", "flat"], default=["peaked", "flat"])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeats", type=int, default=15, help="turns of each candidate")
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
-    parser.add_argument("--threads", type=int, help="threads, if not torch's default")
-    parser.add_argument("--json", help="file for everything that was measured")
-    args = parser.parse_args()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    return args
+    return parser
 
 
 def _measure(
