@@ -4,11 +4,11 @@
 namespace {
 
 #if defined(BNY_AVX512)
-enum { MR_ROW = 6, MR_GROUP = 6 };  // rows at once, with one scale a row and with one a group
+enum { MR_BYTES = 6, MR_NIBBLES = 6 };  // rows at once
 #elif defined(__AVX2__)
-enum { MR_ROW = 5, MR_GROUP = 6 };
+enum { MR_BYTES = 5, MR_NIBBLES = 6 };
 #else
-enum { MR_ROW = 4, MR_GROUP = 4 };
+enum { MR_BYTES = 4, MR_NIBBLES = 4 };
 #endif
 enum { ROWS_PER_TILE = 48 };
 
@@ -116,6 +116,13 @@ BNY_INLINE void add_bytes(vi* acc, const vi* value, const vi* size, const int32_
 
 enum { STEP = NR * 4 };  // bytes from four values of all channels to the next four
 
+// Fetches this block's share of the next panel for a piece of BYTES of this one. With few rows the hardware does as well.
+template <int M, int BYTES>
+BNY_INLINE void fetch(const Tile& t, int64_t piece) {
+  const int64_t share = BYTES * t.ahead_step / LINE;
+  for (int64_t at = 0; M > 2 && at < share; at += LINE) __builtin_prefetch(t.ahead + piece * share + at, 0, 2);
+}
+
 template <int M, int V, int STEPS>
 BNY_INLINE void dot_bytes(const char* w, const int32_t* const* x, int64_t at, vi* acc) {
 #pragma GCC unroll 24
@@ -159,7 +166,7 @@ BNY_INLINE void finish(const Tile& t, int64_t panel, int64_t row, int v, const v
 // A kernel that takes its panels one after the other, each vector of channels in turn. Group::run adds one vector's product.
 template <class Group>
 struct Grouped {
-  enum { ROWS = MR_GROUP };
+  enum { ROWS = Group::ROWS };
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     for (int p = 0; p < P; p++) one<M>(t, first + p, rows, row);
@@ -173,17 +180,19 @@ struct Grouped {
     vf acc[2][M];
     for (int v = 0; v < 2; v++)
       for (int m = 0; m < M; m++) acc[v][m] = vf_zero();
-    Group::template run<M>(t.panel + panel * t.stride, t.k, x, scales, rows.groups, acc);
+    Group::template run<M>(t, t.panel + panel * t.stride, x, scales, rows.groups, acc);
     for (int v = 0; v < 2; v++) finish<M>(t, panel, row, v, acc[v]);
   }
 };
 
 struct Q4 {
+  enum { ROWS = MR_NIBBLES };
   template <int M>
-  BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+  BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
     constexpr int V = TOGETHER<M>;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q4_BYTES) {
+      fetch<M, Q4_BYTES>(t, g);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         if (v % V == 0) dot_nibbles<M, V>(w + 4 * NR + v * VL * 4, x, g * 8, dot);
@@ -199,11 +208,13 @@ struct Q4 {
 };
 
 struct Q8 {
+  enum { ROWS = MR_BYTES };
   template <int M>
-  BNY_INLINE void run(const char* w, int64_t, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+  BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
     constexpr int V = TOGETHER<M>;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q8_BYTES) {
+      fetch<M, Q8_BYTES>(t, g);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         if (v % V == 0) dot_bytes<M, V, 8>(w + 2 * NR + v * VL * 4, x, g * 8, dot);
@@ -217,23 +228,30 @@ struct Q8 {
 };
 
 struct Q4K {
+  enum { ROWS = MR_NIBBLES };
   template <int M>
-  BNY_INLINE void run(const char* w, int64_t k, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
-    for (int64_t b = 0; b < k / BLOCK_K; b++, w += Q4K_BYTES) {
+  BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
+    constexpr int V = TOGETHER<M>;
+    for (int64_t b = 0; b < t.k / BLOCK_K; b++, w += Q4K_BYTES) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; v++) {
-        const vf d = vf_from_f16((const uint16_t*)w + v * VL), dmin = vf_from_f16((const uint16_t*)w + NR + v * VL);
-        const uint8_t *sc = (const uint8_t*)w + 4 * NR + v * VL, *mn = sc + 8 * NR;
-        const char* values = w + 20 * NR + v * VL * 4;
+      for (int first = 0; first < 2; first += V) {
+        const char* at = w + first * VL * 4;
         for (int s = 0; s < 8; s++) {
           const int64_t g = b * 8 + s;
-          vi dot[M];
-          dot_nibbles<M, 1>(values + s * 16 * NR, x, g * 8, dot);
-          const vf scale = vf_mul(d, vf_from_u8(sc + s * NR)), low = vf_mul(dmin, vf_from_u8(mn + s * NR));
+          if (first == 0) fetch<M, Q4K_BYTES / 8>(t, g);
+          vi dot[V * M];
+          dot_nibbles<M, V>(at + (20 + s * 16) * NR, x, g * 8, dot);
+#pragma GCC unroll 2
+          for (int i = 0; i < V; i++) {
+            const int v = first + i;
+            const vf d = vf_from_f16((const uint16_t*)w + v * VL), dmin = vf_from_f16((const uint16_t*)w + NR + v * VL);
+            const uint8_t *sc = (const uint8_t*)w + (4 + s) * NR + v * VL, *mn = sc + 8 * NR;
+            const vf scale = vf_mul(d, vf_from_u8(sc)), low = vf_mul(dmin, vf_from_u8(mn));
 #pragma GCC unroll 12
-          for (int m = 0; m < M; m++) {
-            acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(scale, vf_set1(scales[m][g])), acc[v][m]);
-            acc[v][m] = vf_fma(low, vf_set1(-scales[m][groups + g]), acc[v][m]);
+            for (int m = 0; m < M; m++) {
+              acc[v][m] = vf_fma(vf_from_vi(dot[i * M + m]), vf_mul(scale, vf_set1(scales[m][g])), acc[v][m]);
+              acc[v][m] = vf_fma(low, vf_set1(-scales[m][groups + g]), acc[v][m]);
+            }
           }
         }
       }
@@ -242,21 +260,27 @@ struct Q4K {
 };
 
 struct Q6K {
+  enum { ROWS = MR_BYTES };
   template <int M>
-  BNY_INLINE void run(const char* w, int64_t k, const int32_t* const* x, const float* const* scales, int64_t, vf (&acc)[2][M]) {
-    for (int64_t b = 0; b < k / BLOCK_K; b++, w += Q6K_BYTES) {
+  BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t, vf (&acc)[2][M]) {
+    constexpr int V = TOGETHER<M>;
+    for (int64_t b = 0; b < t.k / BLOCK_K; b++, w += Q6K_BYTES) {
 #pragma GCC unroll 2
-      for (int v = 0; v < 2; v++) {
-        const vf d = vf_from_f16((const uint16_t*)w + v * VL);
-        const int8_t* sc = (const int8_t*)w + 2 * NR + v * VL;
-        const char* values = w + 18 * NR + v * VL * 4;
+      for (int first = 0; first < 2; first += V) {
+        const char* at = w + first * VL * 4;
         for (int s = 0; s < 16; s++) {
-          vi dot[M];
-          dot_bytes<M, 1, 4>(values + s * 16 * NR, x, b * 64 + s * 4, dot);
-          const vf scale = vf_mul(d, vf_from_i8(sc + s * NR));
+          if (first == 0) fetch<M, Q6K_BYTES / 16>(t, b * 16 + s);
+          vi dot[V * M];
+          dot_bytes<M, V, 4>(at + (18 + s * 16) * NR, x, b * 64 + s * 4, dot);
+#pragma GCC unroll 2
+          for (int i = 0; i < V; i++) {
+            const int v = first + i;
+            const vf d = vf_from_f16((const uint16_t*)w + v * VL);
+            const vf scale = vf_mul(d, vf_from_i8((const int8_t*)w + (2 + s) * NR + v * VL));
 #pragma GCC unroll 12
-          for (int m = 0; m < M; m++)
-            acc[v][m] = vf_fma(vf_from_vi(dot[m]), vf_mul(scale, vf_set1(scales[m][b * 8 + s / 2])), acc[v][m]);
+            for (int m = 0; m < M; m++)
+              acc[v][m] = vf_fma(vf_from_vi(dot[i * M + m]), vf_mul(scale, vf_set1(scales[m][b * 8 + s / 2])), acc[v][m]);
+          }
         }
       }
     }
@@ -265,7 +289,7 @@ struct Q6K {
 
 // One scale a row: integers are summed over all of k.
 struct I8 {
-  enum { ROWS = MR_ROW };
+  enum { ROWS = MR_BYTES, AT_ONCE = 8 };  // steps for which something is fetched
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     const int32_t* x[M];
@@ -278,22 +302,26 @@ struct I8 {
     for (int v = 0; v < 2 * P; v++)
 #pragma GCC unroll 12
       for (int m = 0; m < M; m++) acc[v][m] = vi_zero();
-    for (int64_t s = 0; s < steps; s++) {
+    for (int64_t begin = 0; begin < steps; begin += AT_ONCE) {
+      const int64_t end = begin + AT_ONCE < steps ? begin + AT_ONCE : steps;
+      if (P == 1) fetch<M, AT_ONCE * STEP>(t, begin / AT_ONCE);
+      for (int64_t s = begin; s < end; s++) {
 #pragma GCC unroll 8
-      for (int v = 0; v < 2 * P; v += V) {
-        vi value[V], size[V];
+        for (int v = 0; v < 2 * P; v += V) {
+          vi value[V], size[V];
 #pragma GCC unroll 2
-        for (int i = 0; i < V; i++) {
-          value[i] = vi_load(base + (v / 2) * t.stride + 8 * NR + s * STEP + (v % 2 + i) * VL * 4);
-          size[i] = abs8(value[i]);
-        }
+          for (int i = 0; i < V; i++) {
+            value[i] = vi_load(base + (v / 2) * t.stride + 8 * NR + s * STEP + (v % 2 + i) * VL * 4);
+            size[i] = abs8(value[i]);
+          }
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
+          for (int m = 0; m < M; m++) {
 #if defined(BNY_VNNI)  // x + 128 is not negative; 128 times the channel's sum is taken off at the end
-          acc[v][m] = dot_us(acc[v][m], vi_set1(x[m][s] ^ (int32_t)0x80808080), value[0]);
+            acc[v][m] = dot_us(acc[v][m], vi_set1(x[m][s] ^ (int32_t)0x80808080), value[0]);
 #else
-          add_bytes<M, V>(&acc[v][m], value, size, x[m] + s);
+            add_bytes<M, V>(&acc[v][m], value, size, x[m] + s);
 #endif
+          }
         }
       }
     }
