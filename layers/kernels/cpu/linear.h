@@ -90,18 +90,18 @@ static void run_tiles(int64_t tiles, int64_t panels, int64_t work, const Body& b
   });
 }
 
-// Calls Kernel::call<M, P>(tile, first panel, rows, first row) for blocks of M <= MR rows and P panels; few rows take several panels
-// at once, so that enough additions are under way.
+// Calls Kernel::call<M, P>(tile, first panel, rows, first row) for blocks of M <= MR rows and P panels; fewer rows than
+// Kernel::FETCH_FROM take several panels at once, so that enough additions are under way, others fetch the panel that comes next.
 template <int MR, class Kernel, class Rows>
 static void run_rows(Tile tile, int64_t panels, const Rows& rows, int64_t m) {
   int64_t done = 0;
-  if (m == 1) {
+  if (m == 1 && Kernel::FETCH_FROM > 1) {
     for (; done + 4 <= panels; done += 4) Kernel::template call<1, 4>(tile, done, rows, 0);
     for (; done + 2 <= panels; done += 2) Kernel::template call<1, 2>(tile, done, rows, 0);
     for (; done < panels; done++) Kernel::template call<1, 1>(tile, done, rows, 0);
     return;
   }
-  if (m == 2) {
+  if (m == 2 && Kernel::FETCH_FROM > 2) {
     for (; done + 2 <= panels; done += 2) Kernel::template call<2, 2>(tile, done, rows, 0);
     for (; done < panels; done++) Kernel::template call<2, 1>(tile, done, rows, 0);
     return;

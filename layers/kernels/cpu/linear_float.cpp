@@ -24,7 +24,7 @@ BNY_INLINE void in_order(vf& a) {
 }
 
 struct F32 {
-  enum { ROWS = MR };
+  enum { ROWS = MR, FETCH_FROM = 3 };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
     const float* w = (const float*)(t.panel + panel * t.stride);
@@ -76,7 +76,7 @@ struct PairRows {
 };
 
 struct BF16 {
-  enum { ROWS = MR };
+  enum { ROWS = MR, FETCH_FROM = 3 };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const PairRows& rows, int64_t row) {
     const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);
@@ -110,7 +110,7 @@ void round_row(const float* x, int64_t k, uint32_t* out) {
 #else
 
 struct BF16 {
-  enum { ROWS = MR == 6 ? 5 : MR };
+  enum { ROWS = MR == 6 ? 5 : MR, FETCH_FROM = 3 };
   template <int M, int P>
   static void call(const Tile& t, int64_t panel, const FloatRows& rows, int64_t row) {
     const uint32_t* w = (const uint32_t*)(t.panel + panel * t.stride);

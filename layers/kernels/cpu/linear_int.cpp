@@ -4,11 +4,11 @@
 namespace {
 
 #if defined(BNY_AVX512)
-enum { MR_BYTES = 6, MR_NIBBLES = 6 };  // rows at once
+enum { MR_BYTES = 6, MR_NIBBLES = 6, I8_FETCH_FROM = 3 };  // rows at once; see run_rows
 #elif defined(__AVX2__)
-enum { MR_BYTES = 5, MR_NIBBLES = 6 };
+enum { MR_BYTES = 5, MR_NIBBLES = 6, I8_FETCH_FROM = 2 };
 #else
-enum { MR_BYTES = 4, MR_NIBBLES = 4 };
+enum { MR_BYTES = 4, MR_NIBBLES = 4, I8_FETCH_FROM = 3 };
 #endif
 enum { ROWS_PER_TILE = 48 };
 
@@ -74,13 +74,13 @@ BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 // How many vectors of channels are worked on together: both of a panel where one load of x then serves both.
 #if defined(__AVX2__) && !defined(BNY_AVX512)
 template <int M>
-constexpr int TOGETHER = M > 2 ? 2 : 1;
+constexpr int TOGETHER = M > 1 ? 2 : 1;
 #else
 template <int M>
 constexpr int TOGETHER = 1;
 #endif
 
-// Add the products of four values of a row, for V vectors of channels. From three rows on there is no register to spare, but the
+// Add the products of four values of a row, for V vectors of channels. With several rows there is no register to spare, but the
 // compiler orders additions anew and spills: there the order is written down.
 template <int M, int V>
 BNY_INLINE void add_nibbles(vi* acc, const vi* u, const int32_t* x) {
@@ -116,11 +116,11 @@ BNY_INLINE void add_bytes(vi* acc, const vi* value, const vi* size, const int32_
 
 enum { STEP = NR * 4 };  // bytes from four values of all channels to the next four
 
-// Fetches this block's share of the next panel for a piece of BYTES of this one. With few rows the hardware does as well.
-template <int M, int BYTES>
+// Fetches this block's share of the next panel for a piece of BYTES of this one.
+template <int BYTES>
 BNY_INLINE void fetch(const Tile& t, int64_t piece) {
   const int64_t share = BYTES * t.ahead_step / LINE;
-  for (int64_t at = 0; M > 2 && at < share; at += LINE) __builtin_prefetch(t.ahead + piece * share + at, 0, 2);
+  for (int64_t at = 0; at < share; at += LINE) __builtin_prefetch(t.ahead + piece * share + at, 0, 2);
 }
 
 template <int M, int V, int STEPS>
@@ -163,10 +163,10 @@ BNY_INLINE void finish(const Tile& t, int64_t panel, int64_t row, int v, const v
   for (int m = 0; m < M; m++) store_row(t.y + (row + m) * t.ldy + at, acc + m, 1, t.n - at, t.bias ? t.bias + at : nullptr);
 }
 
-// A kernel that takes its panels one after the other, each vector of channels in turn. Group::run adds one vector's product.
+// A kernel that takes its panels one after the other. Group::run adds the products of one with M rows.
 template <class Group>
 struct Grouped {
-  enum { ROWS = Group::ROWS };
+  enum { ROWS = Group::ROWS, FETCH_FROM = 1 };
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     for (int p = 0; p < P; p++) one<M>(t, first + p, rows, row);
@@ -192,7 +192,7 @@ struct Q4 {
     constexpr int V = TOGETHER<M>;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q4_BYTES) {
-      fetch<M, Q4_BYTES>(t, g);
+      fetch<Q4_BYTES>(t, g);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         if (v % V == 0) dot_nibbles<M, V>(w + 4 * NR + v * VL * 4, x, g * 8, dot);
@@ -214,7 +214,7 @@ struct Q8 {
     constexpr int V = TOGETHER<M>;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q8_BYTES) {
-      fetch<M, Q8_BYTES>(t, g);
+      fetch<Q8_BYTES>(t, g);
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         if (v % V == 0) dot_bytes<M, V, 8>(w + 2 * NR + v * VL * 4, x, g * 8, dot);
@@ -238,7 +238,7 @@ struct Q4K {
         const char* at = w + first * VL * 4;
         for (int s = 0; s < 8; s++) {
           const int64_t g = b * 8 + s;
-          if (first == 0) fetch<M, Q4K_BYTES / 8>(t, g);
+          if (first == 0) fetch<Q4K_BYTES / 8>(t, g);
           vi dot[V * M];
           dot_nibbles<M, V>(at + (20 + s * 16) * NR, x, g * 8, dot);
 #pragma GCC unroll 2
@@ -269,7 +269,7 @@ struct Q6K {
       for (int first = 0; first < 2; first += V) {
         const char* at = w + first * VL * 4;
         for (int s = 0; s < 16; s++) {
-          if (first == 0) fetch<M, Q6K_BYTES / 16>(t, b * 16 + s);
+          if (first == 0) fetch<Q6K_BYTES / 16>(t, b * 16 + s);
           vi dot[V * M];
           dot_bytes<M, V, 4>(at + (18 + s * 16) * NR, x, b * 64 + s * 4, dot);
 #pragma GCC unroll 2
@@ -289,7 +289,7 @@ struct Q6K {
 
 // One scale a row: integers are summed over all of k.
 struct I8 {
-  enum { ROWS = MR_BYTES, AT_ONCE = 8 };  // steps for which something is fetched
+  enum { ROWS = MR_BYTES, FETCH_FROM = I8_FETCH_FROM, AT_ONCE = 8 };  // AT_ONCE: steps for which something is fetched
   template <int M, int P>
   static void call(const Tile& t, int64_t first, const IntRows& rows, int64_t row) {
     const int32_t* x[M];
@@ -304,7 +304,7 @@ struct I8 {
       for (int m = 0; m < M; m++) acc[v][m] = vi_zero();
     for (int64_t begin = 0; begin < steps; begin += AT_ONCE) {
       const int64_t end = begin + AT_ONCE < steps ? begin + AT_ONCE : steps;
-      if (P == 1) fetch<M, AT_ONCE * STEP>(t, begin / AT_ONCE);
+      if (M >= FETCH_FROM) fetch<AT_ONCE * STEP>(t, begin / AT_ONCE);
       for (int64_t s = begin; s < end; s++) {
 #pragma GCC unroll 8
         for (int v = 0; v < 2 * P; v += V) {
