@@ -73,11 +73,9 @@ BNY_INLINE vi nibble_sum(vi acc) { return acc; }
 
 // How many vectors of channels are worked on together: both of a panel where one load of x then serves both.
 #if defined(__AVX2__) && !defined(BNY_AVX512)
-template <int M>
-constexpr int TOGETHER = M > 1 ? 2 : 1;
+enum { TOGETHER = 2 };
 #else
-template <int M>
-constexpr int TOGETHER = 1;
+enum { TOGETHER = 1 };
 #endif
 
 // Add the products of four values of a row, for V vectors of channels. With several rows there is no register to spare, but the
@@ -189,7 +187,7 @@ struct Q4 {
   enum { ROWS = MR_NIBBLES };
   template <int M>
   BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
-    constexpr int V = TOGETHER<M>;
+    constexpr int V = TOGETHER;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q4_BYTES) {
       fetch<Q4_BYTES>(t, g);
@@ -211,7 +209,7 @@ struct Q8 {
   enum { ROWS = MR_BYTES };
   template <int M>
   BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
-    constexpr int V = TOGETHER<M>;
+    constexpr int V = TOGETHER;
     vi dot[V * M];
     for (int64_t g = 0; g < groups; g++, w += Q8_BYTES) {
       fetch<Q8_BYTES>(t, g);
@@ -231,7 +229,7 @@ struct Q4K {
   enum { ROWS = MR_NIBBLES };
   template <int M>
   BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t groups, vf (&acc)[2][M]) {
-    constexpr int V = TOGETHER<M>;
+    constexpr int V = TOGETHER;
     for (int64_t b = 0; b < t.k / BLOCK_K; b++, w += Q4K_BYTES) {
 #pragma GCC unroll 2
       for (int first = 0; first < 2; first += V) {
@@ -263,7 +261,7 @@ struct Q6K {
   enum { ROWS = MR_BYTES };
   template <int M>
   BNY_INLINE void run(const Tile& t, const char* w, const int32_t* const* x, const float* const* scales, int64_t, vf (&acc)[2][M]) {
-    constexpr int V = TOGETHER<M>;
+    constexpr int V = TOGETHER;
     for (int64_t b = 0; b < t.k / BLOCK_K; b++, w += Q6K_BYTES) {
 #pragma GCC unroll 2
       for (int first = 0; first < 2; first += V) {
@@ -296,7 +294,7 @@ struct I8 {
     for (int m = 0; m < M; m++) x[m] = rows.words(row + m);
     const char* base = t.panel + first * t.stride;
     const int64_t steps = div_up(t.k, 4);
-    constexpr int V = TOGETHER<M>;
+    constexpr int V = M < FETCH_FROM ? 1 : TOGETHER;
     vi acc[2 * P][M];
 #pragma GCC unroll 8
     for (int v = 0; v < 2 * P; v++)
