@@ -66,6 +66,5 @@ class BatchBuilder:
             extend_lens_host=extend_lens,
             prefix_lens_host=prefix_lens,
             embeds=step.embeds,
-            stop=step.stop,
         )
         return batch, (tensors[8], tensors[9] if self._kernel_draws else None)

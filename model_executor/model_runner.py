@@ -299,8 +299,9 @@ class ModelRunner:
         cache = self._require_cache()
         cache.edits.update(step.controls)  # first: a step that fails must not leave a row its old owner's controls
         batch, (sample_rows, draws) = cache.builder.build(step)
+        batch.stop = step.stop if self._may_be_given_up(step) else None
         hidden = self._forward(batch, box)
-        if self._is_given_up(step):
+        if batch.stop is not None and batch.stop[0]:
             box.given_up = True
             return [torch.zeros(len(step.sample_index), dtype=torch.int64)]
         model, reader = self._loaded_model(), LogprobReader()
@@ -322,10 +323,10 @@ class ModelRunner:
             self._ranks.send_result(result)
         return result
 
-    def _is_given_up(self, step: StepInput) -> bool:
-        """Of several ranks each must do its part, and a CUDA device has the step by now. What tells of more than ids is read."""
+    def _may_be_given_up(self, step: StepInput) -> bool:
+        """Of several ranks each must do its part, and a CUDA device has the step at once. What tells of more than ids is read."""
         wants_more = step.prompt_logprobs or step.sampled_logprobs or step.hidden
-        return bool(step.stop[0]) and self._shard.is_whole and self._device.device.type == "cpu" and not wants_more
+        return self._shard.is_whole and self._device.device.type == "cpu" and not wants_more
 
     def _sample(self, logits: torch.Tensor, step: StepInput, draws: torch.Tensor | None) -> torch.Tensor:
         kernel = self._attention.draw

@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from banyan.layers.hidden_input import HiddenSpan
 from banyan.layers.kernels.cpu.library import Native, NotNative, native_kernels
 from banyan.layers.linear import Linear
 from banyan.layers.sampling_input import SamplingInput
@@ -217,6 +218,21 @@ def test_ids_and_slots_out_of_bounds_fail_the_step_alone(make) -> None:
     with pytest.raises(IndexError, match="outside"):
         runner.launch(step(bad_table, [(2, 0, 9)], ids)).wait()
     assert runner.launch(step(table, [(1, 0, 9)], ids)).wait().next_ids == good
+
+
+def test_a_step_that_tells_of_more_than_ids_is_never_given_up(make) -> None:
+    runner, _ = made = make()
+    table, ids = tables(0)
+    states(made, 0, [[(1, 0, 1)]])  # it sets the cache up
+    told = []
+    for stop in (1, 0):
+        of = step(table, [(2, 0, 30)], ids)
+        of.hidden = [HiddenSpan(0, 0, 30)]
+        of.stop[0] = stop
+        told.append(runner.launch(of).wait())
+    stopped, whole = told
+    assert not stopped.given_up and stopped.next_ids.tolist() == whole.next_ids.tolist()
+    assert stopped.hidden.any() and np.array_equal(stopped.hidden, whole.hidden)
 
 
 def test_a_step_that_is_given_up_leaves_out_what_has_not_begun(make) -> None:
